@@ -1,0 +1,138 @@
+"""A group of threads in one process, or a world of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm.backends import Activity, Backend, Bytes, FloatName, Patience, Words
+from gccomm.errors import BackendError
+from gccomm_local.meeting import Family, Meeting
+from gccomm_local.reduction import combine
+
+__all__ = ["LocalBackend", "connect", "group"]
+
+
+class LocalBackend:
+    """One thread of a group; see `gccomm.backends.Backend` for the operations.
+
+    Sums are exact on words, and in rank order on floats. `abort` breaks this group and all groups that come
+    from the same `group` call. Use each object from one thread at a time.
+    """
+
+    name = "local"
+    one_host = True
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank = rank
+        self.local_rank = rank
+        self.size = meeting.size
+        self.interrupt_deadline: float | None = None
+        self._meeting = meeting
+        self._patience = Patience(rank, meeting.size)
+        self._closed = False
+
+    def maximum(self, words: Words, /) -> None:
+        """Replace each word by its maximum over the ranks, as unsigned numbers."""
+        self._meet(f"maximum of {words.size} words", words, lambda arrays: combine("max", arrays))
+
+    def sum_words(self, words: Words, /) -> None:
+        """Replace each word by its sum over the ranks, mod 2^32."""
+        self._meet(f"sum of {words.size} words", words, lambda arrays: combine("sum", arrays))
+
+    def sum_floats(self, send: npt.NDArray[Any], recv: npt.NDArray[Any], dtype: FloatName, /) -> None:
+        """Write the sum of `send` over the ranks, in rank order, to `recv`."""
+        if recv is not send:
+            np.copyto(recv, send)
+        self._meet(f"sum of {recv.size} {dtype}", recv, lambda arrays: combine("float", arrays, dtype=dtype))
+
+    def broadcast(self, buffer: Bytes, root: int, /) -> None:
+        """Overwrite `buffer` with that of rank `root`."""
+        if not 0 <= root < self.size:
+            message = f"`root` must be a rank from 0 to {self.size - 1}; got {root}"
+            raise ValueError(message)
+
+        def work(buffers: list[Bytes]) -> None:
+            for rank, other in enumerate(buffers):
+                if rank != root:
+                    np.copyto(other, buffers[root])
+
+        self._meet(f"broadcast of {buffer.size} bytes from rank {root}", buffer, work)
+
+    def split(self, color: int | None, key: int, /) -> Backend | None:
+        """Make one group of threads per color, ranks ordered by (key, rank); None gives None."""
+        if color is not None and color < 0:
+            message = f"`color` must be None or at least 0; got {color}"
+            raise ValueError(message)
+        groups: list[LocalBackend | None] = self._meet("split", (color, key), self._make_groups)
+        return groups[self.rank]
+
+    def _make_groups(self, choices: list[tuple[int | None, int]]) -> list[LocalBackend | None]:
+        members: dict[int, list[int]] = {}
+        for rank in sorted(range(self.size), key=lambda rank: (choices[rank][1], rank)):
+            color = choices[rank][0]
+            if color is not None:
+                members.setdefault(color, []).append(rank)
+        made: list[LocalBackend | None] = [None] * self.size
+        for ranks in members.values():
+            for rank, backend in zip(ranks, _group(len(ranks), self._meeting.family), strict=True):
+                made[rank] = backend
+        return made
+
+    def close(self) -> None:
+        """Release this handle once all ranks have come; a broken group is left without waiting."""
+        if self._closed:
+            return
+        if self._meeting.family.broken is None:
+            self._meet("close", None, lambda _: None)
+        self._closed = True
+
+    def abort(self, reason: str, /) -> None:
+        """Break the group: every rank that waits, or calls later, raises `BackendError`. Not collective."""
+        self._meeting.family.break_up(f"rank {self.rank} aborted: {reason}")
+
+    def set_activity(self, activity: Activity, /) -> None:
+        """Say what a stall report calls the present work."""
+        self._patience.activity = activity
+
+    def _meet(self, topic: str, brings: Any, work: Any) -> Any:
+        if self._closed:
+            message = f"{topic}: this communicator is closed"
+            raise BackendError(message)
+        wait = self._patience.begin(topic)
+        return self._meeting.meet(self.rank, topic, brings, work, wait, lambda: self.interrupt_deadline)
+
+
+def _group(size: int, family: Family) -> list[LocalBackend]:
+    meeting = Meeting(size, family)
+    return [LocalBackend(meeting, rank) for rank in range(size)]
+
+
+def group(size: int) -> list[LocalBackend]:
+    """Return the back ends of `size` threads, one for each.
+
+    Raises
+    ------
+    ValueError
+        `size` is below 1.
+    """
+    if size < 1:
+        message = f"`size` must be at least 1; got {size}"
+        raise ValueError(message)
+    return _group(size, Family())
+
+
+def connect(comm: object = None) -> LocalBackend:
+    """Return a world of one.
+
+    Raises
+    ------
+    TypeError
+        `comm` is given: this back end stands on no communicator.
+    """
+    if comm is not None:
+        message = f"the back end `local` takes no `comm`; got {type(comm).__name__}"
+        raise TypeError(message)
+    return group(1)[0]

@@ -1,0 +1,166 @@
+"""The operations of a group of MPI processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy.typing as npt
+from mpi4py import MPI
+
+from gccomm.backends import Activity, Backend, Bytes, FloatName, Words
+from gccomm.errors import BackendError
+from gccomm_mpi.channel import Channel, Operation, cached
+from gccomm_mpi.failure import abort_job, guard
+from gccomm_mpi.floats import sum_of
+
+__all__ = ["MpiBackend", "open_backend"]
+
+# Elements per MPI call: counts and byte counts stay far from 2^31 in every library.
+MAX_COUNT = 1 << 28
+
+# From here on a non-blocking reduction costs more than a barrier and a blocking one where ranks share memory
+# and have a core each (Open MPI's up to twice; MPICH's are equal). With fewer cores blocking calls are slow.
+BLOCKING_BYTES = 1 << 15
+
+
+class MpiBackend:
+    """A handle on a communicator of gccomm's own; see `gccomm.backends.Backend` for the operations.
+
+    Every wait tests a request and gives the core away between tests. Large arrays on one host with a core for
+    each rank are reduced by a blocking call once all ranks have come: stall reports and ``GCCOMM_TIMEOUT_S``
+    cover the coming.
+
+    Attributes
+    ----------
+    max_count : int
+        Elements per MPI call; larger arrays are cut. Equal on all ranks.
+    """
+
+    name = "mpi"
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._closed = False
+        channel.users += 1
+        self.rank: int = channel.comm.rank
+        self.size: int = channel.comm.size
+        self.local_rank: int = channel.local_rank
+        self.one_host: bool = channel.one_host
+        self.max_count = MAX_COUNT
+
+    @property
+    def interrupt_deadline(self) -> float | None:
+        """A value of `time.monotonic`: a rank that still waits after it aborts the job."""
+        return self._channel.interrupt_deadline
+
+    @interrupt_deadline.setter
+    def interrupt_deadline(self, value: float | None) -> None:
+        self._channel.interrupt_deadline = value
+
+    def maximum(self, words: Words, /) -> None:
+        """Replace each word by its maximum over the ranks, as unsigned numbers."""
+        self._reduce("maximum", words, words, MPI.UINT32_T, MPI.MAX)
+
+    def sum_words(self, words: Words, /) -> None:
+        """Replace each word by its sum over the ranks, mod 2^32."""
+        self._reduce("sum", words, words, MPI.UINT32_T, MPI.SUM)
+
+    def sum_floats(self, send: npt.NDArray[Any], recv: npt.NDArray[Any], dtype: FloatName, /) -> None:
+        """Write the sum of `send` over the ranks to `recv`, in the order of the MPI library.
+
+        Raises
+        ------
+        ValueError
+            `dtype` is no float format.
+        """
+        datatype, op = sum_of(dtype)
+        if send is not recv and send.ctypes.data == recv.ctypes.data:
+            send = recv  # two views of one array: MPI wants to be told
+        self._reduce(f"{dtype} sum", send, recv, datatype, op)
+
+    def _reduce(self, name: str, send: Any, recv: Any, datatype: Any, op: Any) -> None:
+        with self._operation(name, (send, recv)) as channel:
+            comm = channel.comm
+            blocking = channel.roomy and recv.nbytes >= BLOCKING_BYTES
+            if blocking:
+                channel.arrive(name)
+            for source, target in self._pieces(send, recv):
+                first: Any = MPI.IN_PLACE if source is target else (source, datatype)
+                if blocking:
+                    comm.Allreduce(first, (target, datatype), op)
+                else:
+                    channel.complete(comm.Iallreduce(first, (target, datatype), op), name)
+
+    def _pieces(self, send: Any, recv: Any) -> Iterator[tuple[Any, Any]]:
+        if recv.size <= self.max_count:
+            yield send, recv
+            return
+        flat_recv = recv.reshape(-1)
+        flat_send = flat_recv if send is recv else send.reshape(-1)
+        for low in range(0, recv.size, self.max_count):
+            target = flat_recv[low : low + self.max_count]
+            yield (target if send is recv else flat_send[low : low + self.max_count]), target
+
+    def broadcast(self, buffer: Bytes, root: int, /) -> None:
+        """Overwrite `buffer` with that of rank `root`."""
+        if not 0 <= root < self.size:
+            message = f"`root` must be a rank from 0 to {self.size - 1}; got {root}"
+            raise ValueError(message)
+        with self._operation("broadcast", buffer) as channel:
+            blocking = channel.roomy and buffer.nbytes >= BLOCKING_BYTES
+            if blocking:
+                channel.arrive("broadcast")
+            for _, piece in self._pieces(buffer, buffer):
+                if blocking:
+                    channel.comm.Bcast((piece, MPI.BYTE), root)
+                else:
+                    channel.complete(channel.comm.Ibcast((piece, MPI.BYTE), root), "broadcast")
+
+    def split(self, color: int | None, key: int, /) -> Backend | None:
+        """Make one group per color, ranks ordered by (key, rank); None gives None."""
+        if color is not None and color < 0:
+            message = f"`color` must be None or at least 0; got {color}"
+            raise ValueError(message)
+        with self._operation("split", None) as channel:
+            channel.arrive("split")
+            comm = channel.comm.Split(MPI.UNDEFINED if color is None else color, key)
+            return None if comm == MPI.COMM_NULL else MpiBackend(Channel(comm))
+
+    def close(self) -> None:
+        """Release this handle; the last one on a communicator frees it, collectively, unless it is broken."""
+        if self._closed:
+            return
+        self._closed = True
+        self._channel.release()
+
+    def abort(self, reason: str, /) -> None:
+        """Print `reason` and end all processes of the job with exit status 1; not collective."""
+        abort_job(reason)
+
+    def set_activity(self, activity: Activity, /) -> None:
+        """Say what a stall report calls the present work: a text, or a function that makes one."""
+        self._channel.patience.activity = activity
+
+    def _operation(self, name: str, buffers: Any) -> Operation:
+        if self._closed:
+            message = f"{name}: this communicator is closed"
+            raise BackendError(message)
+        return Operation(self._channel, name, buffers)
+
+
+def open_backend(comm: Any = None) -> MpiBackend:
+    """Return a handle on the channel of `comm`, by default of the world; see `gccomm_mpi.connect`."""
+    parent = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(parent, MPI.Intracomm):
+        message = f"`comm` must be an mpi4py intracommunicator; got {type(parent).__name__}"
+        raise TypeError(message)
+    if parent == MPI.COMM_NULL:
+        message = "`comm` was freed"
+        raise ValueError(message)
+    guard()
+    channel = cached(parent)
+    if channel.broken is not None:
+        message = f"the communicator that gccomm keeps for this one is broken: {channel.broken}"
+        raise BackendError(message)
+    return MpiBackend(channel)

@@ -1,0 +1,181 @@
+"""One private communicator, the handles on it, and the waits on it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from types import TracebackType
+from typing import Any
+
+from mpi4py import MPI
+
+from gccomm.backends import Patience
+from gccomm.errors import BackendError
+from gccomm_mpi.failure import abandon, abort_job
+
+__all__ = ["Channel", "Operation", "cached"]
+
+# Tests of a request before the first yield where each rank of this host may have a core: about 50 us.
+SPINS = 100
+
+
+class Channel:
+    """A communicator of gccomm's own, shared by all handles on one parent.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Owned by the channel. Making the channel is collective on it.
+    parent : mpi4py.MPI.Intracomm, optional
+        The communicator in whose attributes the channel is cached.
+
+    Attributes
+    ----------
+    roomy : bool
+        Whether all ranks are on one host and may have a core each; equal on all ranks.
+    """
+
+    def __init__(self, comm: Any, parent: Any = None) -> None:
+        self.comm = comm
+        self.parent = parent
+        self.users = 0
+        self.broken: str | None = None
+        self.patience = Patience(comm.rank, comm.size)
+        self.interrupt_deadline: float | None = None
+        self.thread = threading.get_ident()
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+        self.local_rank: int = host.rank
+        self.one_host: bool = host.size == comm.size
+        cores: set[int] = set().union(
+            *host.allgather(os.sched_getaffinity(0))
+        )  # ranks may be bound to one each
+        enough_cores = host.size <= len(cores)
+        self.roomy = comm.allreduce(self.one_host and enough_cores, op=MPI.LAND)
+        self._spins = SPINS if enough_cores else 1
+        host.Free()
+
+    def complete(self, request: Any, name: str) -> None:
+        """Wait for `request`, giving the core away between tests.
+
+        Raises
+        ------
+        CollectiveTimeout
+            The wait took longer than ``GCCOMM_TIMEOUT_S``; the request is kept for good.
+        """
+        test = request.Test
+        for _ in range(self._spins):
+            if test():
+                return
+        try:
+            self._wait(test, name)
+        except BaseException:
+            abandon(request)
+            raise
+
+    def _wait(self, test: Any, name: str) -> None:
+        wait = self.patience.begin(name)
+        while not test():
+            wait.check()
+            deadline = self.interrupt_deadline
+            if deadline is not None and time.monotonic() >= deadline:
+                abort_job(f"interrupted while waiting in {self.patience.describe(name)}", status=130)
+            os.sched_yield()
+
+    def arrive(self, name: str) -> None:
+        """Wait until all ranks are here: what then blocks without a say is only the data's own way."""
+        self.complete(self.comm.Ibarrier(), name)
+
+    def release(self) -> None:
+        """Give up one handle; the last one frees the communicator. Collective then, unless it is broken."""
+        self.users -= 1
+        if self.users > 0 or MPI.Is_finalized():
+            return
+        if self.parent is not None:
+            self.parent.Delete_attr(_keyval)
+        if self.broken is None:
+            with Operation(self, "close", None):
+                self.arrive("close")
+                self.comm.Free()
+        self.broken = self.broken or "it is closed"
+
+
+class Operation:
+    """Context of one collective call on `channel`: refused on a broken one, and a failure breaks it.
+
+    Whatever MPI may still read or write is then kept for good: mpi4py itself does not hold on to the buffers
+    of a pending reduction.
+    """
+
+    __slots__ = ("_buffers", "_channel", "_name")
+
+    def __init__(self, channel: Channel, name: str, buffers: Any) -> None:
+        self._channel = channel
+        self._name = name
+        self._buffers = buffers
+
+    def __enter__(self) -> Channel:
+        channel = self._channel
+        if channel.broken is not None or MPI.Is_finalized():
+            message = f"{self._name}: this communicator is broken: {channel.broken or 'MPI is finalised'}"
+            raise BackendError(message)
+        if threading.get_ident() != channel.thread:
+            _check_thread_level(channel)
+        return channel
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        abandon(self._buffers)
+        if isinstance(error, MPI.Exception):
+            text = f"MPI failed in {self._name}: {error.Get_error_string()} (class {error.Get_error_class()})"
+            self._channel.broken = text
+            raise BackendError(text) from error
+        rank = self._channel.patience.rank
+        self._channel.broken = f"rank {rank} left {self._name}: {error or type(error).__name__}"
+
+
+def _check_thread_level(channel: Channel) -> None:
+    channel.thread = threading.get_ident()
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        message = (
+            "gccomm is called from a second thread, but MPI was initialised for one thread only (below "
+            'THREAD_SERIALIZED); set mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+def cached(parent: Any) -> Channel:
+    """Return the channel of `parent`; the first call makes it, collectively."""
+    channel: Channel | None = parent.Get_attr(_keyval)
+    if channel is None:
+        channel = Channel(_duplicate(parent), parent)
+        parent.Set_attr(_keyval, channel)
+    return channel
+
+
+def _duplicate(parent: Any) -> Any:
+    """Duplicate a communicator, waiting by the same rules as everything else."""
+    wait = Patience(parent.rank, parent.size).begin("making a communicator")
+    comm, request = parent.Idup()
+    try:
+        while not request.Test():
+            wait.check()
+            os.sched_yield()
+    except BaseException:
+        abandon((comm, request))
+        raise
+    return comm
+
+
+def _forget(parent: Any, keyval: int, channel: Channel) -> None:
+    # The parent is being freed: nothing is left to take the channel from.
+    del parent, keyval
+    channel.parent = None
+
+
+_keyval = MPI.Comm.Create_keyval(delete_fn=_forget)

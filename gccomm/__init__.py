@@ -1,0 +1,46 @@
+"""Compressed all-reduce for any array library: exact integer sums on the wire, identical results on every
+rank.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version as _version
+
+from gccomm import errors, testing
+from gccomm.api import allreduce, broadcast, compressed_allreduce, init
+from gccomm.codecs import Codec, get_codec, list_codecs, register_codec
+from gccomm.communicator import Communicator
+from gccomm.errors import (
+    BackendError,
+    CollectiveTimeout,
+    GccommError,
+    MismatchError,
+    NegotiationError,
+    NonFiniteError,
+    UnknownCodecError,
+)
+from gccomm.reducer import Reducer
+
+__version__ = _version("gccomm")
+
+__all__ = [
+    "BackendError",
+    "Codec",
+    "CollectiveTimeout",
+    "Communicator",
+    "GccommError",
+    "MismatchError",
+    "NegotiationError",
+    "NonFiniteError",
+    "Reducer",
+    "UnknownCodecError",
+    "allreduce",
+    "broadcast",
+    "compressed_allreduce",
+    "errors",
+    "get_codec",
+    "init",
+    "list_codecs",
+    "register_codec",
+    "testing",
+]

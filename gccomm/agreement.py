@@ -1,0 +1,220 @@
+"""The agreement message: proves with one MAX that all ranks make the same call, and says who differs where
+they do not.
+
+Every collective entry point starts with one MAX all-reduce of exactly :data:`MESSAGE_WORDS` uint32 words: a
+header and the first scales. Header fields travel as pairs (v, ~v): max(v) = v and max(~v) = ~v hold together
+only if all ranks sent the same v, in signed and unsigned order alike. Ranks in different calls therefore
+complete the same message and all see the mismatch; a rank whose own arguments are bad takes part with the
+error flag set. Only then a second exchange carries text, one slot a rank, so that the error names ranks and
+fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from gccomm import errors
+from gccomm.steps import Words
+from gccomm.transfers import Maximum, Transfer
+
+__all__ = ["HEADER_WORDS", "MESSAGE_WORDS", "SCALE_WORDS", "Call", "digest", "verify", "write_header"]
+
+HEADER_WORDS = 64
+SCALE_WORDS = 192
+MESSAGE_WORDS = HEADER_WORDS + SCALE_WORDS
+WIRE_VERSION = 0x67630001
+OPCODES = {"compressed_allreduce": 1, "broadcast": 2, "barrier": 3, "split": 4, "close": 5}
+FIELDS = ("version", "opcode", "reducer", "step", "layout", "layout", "policy", "policy", "state", "state")
+ERROR_WORD = 2 * len(FIELDS)  # rank + 1 of a rank that failed its own checks
+MISSING_WORD = ERROR_WORD + 1  # some rank passed None for a key that is known
+SLOT_BYTES = 3 * 1024  # text of one rank in the second exchange; three bytes a word keep words below 2^31
+TEXT_LIMIT = 900
+
+
+def digest(text: str) -> tuple[int, int]:
+    """Return a stable 64-bit hash of ``text`` as two uint32 values."""
+    raw = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(raw[:4], "little"), int.from_bytes(raw[4:], "little")
+
+
+@dataclass(slots=True)
+class Call:
+    """One rank's view of a collective call.
+
+    Attributes
+    ----------
+    opcode : str
+        A key of ``OPCODES``.
+    reducer, step : int
+        Number of the reducer on its communicator (0: the functions) and of the call.
+    layout : tuple of int
+        Digest of keys, shapes, dtypes, codecs and ops; ``leaves()`` gives the same as one line a leaf.
+    policy, state : str
+        Options and adaptive state that must be equal on all ranks, as text.
+    error : BaseException or None
+        This rank's own failure, shared with the others.
+    missing : bool
+        This rank passed None for a known key.
+    """
+
+    opcode: str
+    reducer: int = 0
+    step: int = 0
+    layout: tuple[int, int] = (0, 0)
+    leaves: Callable[[], Sequence[str]] = field(default=lambda: ())
+    policy: str = ""
+    state: str = ""
+    error: BaseException | None = None
+    missing: bool = False
+
+    def values(self) -> list[int]:
+        """Return the header's values in the order of ``FIELDS``."""
+        head = [WIRE_VERSION, OPCODES[self.opcode], self.reducer, self.step & 0xFFFFFFFF]
+        return [*head, *self.layout, *digest(self.policy), *digest(self.state)]
+
+    def describe(self) -> str:
+        """Return what this rank is doing, for reports."""
+        where = f" of reducer {self.reducer}" if self.reducer else ""
+        return f"{self.opcode}{where}, step {self.step}"
+
+
+def write_header(call: Call, rank: int, message: Words) -> None:
+    """Write the header of ``call`` into ``message[:HEADER_WORDS]``."""
+    values = np.array(call.values(), dtype=np.uint32)
+    message[:HEADER_WORDS] = 0
+    message[0 : 2 * len(values) : 2] = values
+    message[1 : 2 * len(values) : 2] = ~values
+    message[ERROR_WORD] = rank + 1 if call.error is not None else 0
+    message[MISSING_WORD] = call.missing
+
+
+def verify(
+    call: Call, rank: int, size: int, message: Words
+) -> Generator[Transfer, None, BaseException | None]:
+    """Check the reduced header; on any difference run the second exchange and return the error that every
+    rank returns.
+    """
+    pairs = message[: 2 * len(FIELDS)].reshape(-1, 2)
+    same = bool((pairs[:, 0] == ~pairs[:, 1]).all())
+    if same and message[ERROR_WORD] == 0:
+        return None
+    return (yield from _explain(call, rank, size))
+
+
+def _explain(call: Call, rank: int, size: int) -> Generator[Transfer, None, BaseException]:
+    leaves = list(call.leaves())
+    reports = yield from _exchange_texts(_report(call, leaves), rank, size)
+    failed = [r for r in range(size) if reports[r]["error"]]
+    if failed:
+        first = failed[0]
+        own = call.error if first == rank else None
+        return _rebuild(reports[first]["error"], first, own)
+    for name in ("version", "call", "reducer", "step", "policy", "state"):
+        values = [r[name] for r in reports]
+        if len(set(map(str, values))) > 1:
+            return errors.MismatchError(_disagreement(name, values, [r["doing"] for r in reports]))
+    index = yield from _first_difference(leaves, max(r["leaves"] for r in reports))
+    mine = leaves[index] if index < len(leaves) else "(no such array)"
+    texts = yield from _exchange_texts({"leaf": mine[:TEXT_LIMIT]}, rank, size)
+    values = [t["leaf"] for t in texts]
+    return errors.MismatchError(
+        _disagreement(f"array {index} of the tree", values, [r["doing"] for r in reports])
+    )
+
+
+def _report(call: Call, leaves: Sequence[str]) -> dict[str, Any]:
+    error = None
+    if call.error is not None:
+        error = [type(call.error).__name__, str(call.error)[:TEXT_LIMIT]]
+    return {
+        "version": WIRE_VERSION,
+        "call": call.opcode,
+        "reducer": call.reducer,
+        "step": call.step,
+        "policy": call.policy[:TEXT_LIMIT],
+        "state": call.state[:TEXT_LIMIT],
+        "leaves": len(leaves),
+        "error": error,
+        "doing": call.describe(),
+    }
+
+
+def _exchange_texts(report: dict[str, Any], rank: int, size: int) -> Generator[Transfer, None, list[Any]]:
+    """All-gather one JSON object a rank through a MAX of slots."""
+    raw = json.dumps(report).encode("ascii")
+    if len(raw) > SLOT_BYTES:  # escapes can lengthen texts: drop what is long, keep what names the call
+        short = {k: v[:100] if isinstance(v, str) else v for k, v in report.items()}
+        if report.get("error"):
+            short["error"] = [report["error"][0], report["error"][1][:100]]
+        raw = json.dumps(short).encode("ascii")[:SLOT_BYTES]
+    padded = np.frombuffer(raw.ljust(SLOT_BYTES, b" "), dtype=np.uint8).astype(np.uint32).reshape(-1, 3)
+    slots = np.zeros((size, SLOT_BYTES // 3), dtype=np.uint32)
+    slots[rank] = padded[:, 0] | padded[:, 1] << 8 | padded[:, 2] << 16
+    yield Maximum(slots.reshape(-1))
+    octets = np.stack([slots & 255, slots >> 8 & 255, slots >> 16 & 255], axis=-1).astype(np.uint8)
+    return [json.loads(octets[r].tobytes()) for r in range(size)]
+
+
+def _first_difference(leaves: Sequence[str], count: int) -> Generator[Transfer, None, int]:
+    """Return the index of the first leaf that is not the same on all ranks."""
+    pairs = np.full((count, 2), 0xFFFFFFFF, dtype=np.uint32)
+    for i, text in enumerate(leaves):
+        value = digest(text)[0] & 0x7FFFFFFF
+        pairs[i] = value, value ^ 0x7FFFFFFF
+    flat = pairs.reshape(-1) & np.uint32(0x7FFFFFFF)
+    yield Maximum(flat)
+    differs = np.flatnonzero(flat[0::2] != flat[1::2] ^ 0x7FFFFFFF)
+    return int(differs[0]) if differs.size else 0
+
+
+def _disagreement(name: str, values: Sequence[Any], doing: Sequence[str]) -> str:
+    groups: dict[str, list[int]] = {}
+    for r, value in enumerate(values):
+        groups.setdefault(str(value), []).append(r)
+    parts = [f"{text} on {_ranks(members)}" for text, members in groups.items()]
+    calls = "" if name == "call" else f" (in {doing[0]})"
+    return (
+        f"ranks disagree about {name}{calls}: {'; '.join(parts)}. Every rank must make the same calls in the same order "
+        "with the same keys, shapes, dtypes and options. Nothing was changed; the communicator is usable"
+    )
+
+
+def _ranks(members: Sequence[int]) -> str:
+    shown = ", ".join(map(str, members[:8])) + (f" and {len(members) - 8} more" if len(members) > 8 else "")
+    return f"rank {shown}" if len(members) == 1 else f"ranks {shown}"
+
+
+_KINDS: dict[str, type[BaseException]] = {
+    kind.__name__: kind
+    for kind in (
+        TypeError,
+        ValueError,
+        BufferError,
+        OverflowError,
+        MemoryError,
+        errors.MismatchError,
+        errors.NegotiationError,
+        errors.NonFiniteError,
+        errors.BackendError,
+    )
+}
+
+
+def _rebuild(report: Sequence[str], rank: int, own: BaseException | None) -> BaseException:
+    """Return the failing rank's error, of the same type and with the same text on every rank."""
+    name, text = report
+    if name == "UnknownCodecError":
+        codec_id = own.codec_id if isinstance(own, errors.UnknownCodecError) else ""
+        error: BaseException = errors.UnknownCodecError(codec_id, f"rank {rank}: {text}")
+    elif name in _KINDS:
+        error = _KINDS[name](f"rank {rank}: {text}")
+    else:
+        error = errors.GccommError(f"rank {rank}: {name}: {text}")
+    error.__cause__ = own
+    return error

@@ -1,0 +1,164 @@
+"""The functions that most programs need: start here.
+
+``init`` finds the ranks, ``compressed_allreduce`` reduces arrays over them in a few bits a coordinate. The
+way of a call: arrays -> layout -> codec -> engine -> back end, and back.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar
+from typing import Any
+
+from gccomm import backends
+from gccomm.codecs import Codec
+from gccomm.communicator import Communicator
+
+__all__ = ["allreduce", "broadcast", "compressed_allreduce", "current", "init", "using"]
+
+using: ContextVar[Communicator | None] = ContextVar("gccomm_communicator", default=None)
+_default: Communicator | None = None
+_lock = threading.Lock()
+
+
+def init(backend: str = "auto", *, comm: Any = None) -> Communicator:
+    """Join the group of ranks; collective.
+
+    Parameters
+    ----------
+    backend : str
+        "mpi" (mpi4py), "local" (this process alone), or "auto": "mpi" where an MPI launcher started the
+        process or ``comm`` is given, else "local". More by entry point ("gccomm.backends").
+    comm : mpi4py.MPI.Intracomm, optional
+        The ranks, instead of all. gccomm works on a duplicate of its own.
+
+    Returns
+    -------
+    Communicator
+        The first one made without ``comm`` is also the default of all functions; a second call returns the
+        same one while it is open.
+
+    Raises
+    ------
+    BackendError
+        MPI is not installed, or its launcher and its library disagree about the number of ranks.
+    ValueError, TypeError
+        Unknown back end; ``comm`` is no communicator.
+    """
+    global _default  # noqa: PLW0603 - the one process-wide default
+    if not isinstance(backend, str):
+        msg = f'`backend` must be "auto" or the name of a back end, got {backend!r}'
+        raise TypeError(msg)
+    name = backend
+    if backend == "auto":
+        name = "mpi" if comm is not None else backends.detect()
+    with _lock:
+        if comm is not None:
+            return Communicator(backends.load(name)(comm))
+        if _default is None or (backend != "auto" and _default.backend != name):
+            made = Communicator(backends.load(name)())
+            made._on_close = lambda: _forget(made)
+            _default = made
+        return _default
+
+
+def _forget(comm: Communicator) -> None:
+    global _default  # noqa: PLW0603
+    if _default is comm:
+        _default = None
+
+
+def current() -> Communicator:
+    """Return the communicator that functions use when none is given, calling :func:`init` where there is none
+    yet.
+    """
+    return using.get() or _default or init()
+
+
+def compressed_allreduce(
+    x: Any,
+    op: str = "sum",
+    codec: str | Codec = "uniform",
+    *,
+    comm: Communicator | None = None,
+    out: Any = None,
+    exact_below: int = 1024,
+    nonfinite: str = "propagate",
+) -> Any:
+    """Reduce arrays over all ranks, in a few bits a coordinate; collective and blocking.
+
+    The result has the same bits on every rank. Integers and booleans (logical or) are exact; float arrays
+    below ``exact_below`` coordinates are as good as exact.
+
+    Parameters
+    ----------
+    x : array, scalar or tree
+        NumPy, JAX or PyTorch arrays, anything with DLPack or the buffer protocol, Python scalars, or dicts,
+        lists, tuples, named tuples and JAX pytrees of these. float16, bfloat16, float32, float64, complex64,
+        complex128, integers, bool. Keys, shapes and dtypes must be equal on all ranks. Never changed.
+    op : str
+        "sum" or "mean" (floats only).
+    codec : str or Codec
+        An id, "id:option=value", or an object of :func:`gccomm.get_codec`. Equal on all ranks.
+    comm : Communicator, optional
+        Default: that of :func:`init`.
+    out : array or tree, optional
+        Where to write the results; may be ``x`` itself.
+    exact_below : int
+        Coordinates from which on the codec is used.
+    nonfinite : str
+        "propagate": a block of up to 1024 coordinates with inf or NaN on any rank becomes NaN on all;
+        "raise": NonFiniteError on all ranks.
+
+    Returns
+    -------
+    array, scalar or tree
+        In the library and dtype of ``x``; shares no memory with it unless ``out`` asks for that.
+
+    Raises
+    ------
+    MismatchError
+        Ranks call different things.
+    NonFiniteError, NegotiationError, BackendError, CollectiveTimeout
+        See :mod:`gccomm.errors`.
+    TypeError, ValueError, BufferError, OverflowError
+        A rank's own argument; raised on every rank.
+
+    Examples
+    --------
+    >>> import numpy as np, gccomm
+    >>> gccomm.compressed_allreduce(np.full(4, 0.5, np.float32))
+    array([0.5, 0.5, 0.5, 0.5], dtype=float32)
+    """
+    return (comm or current()).compressed_allreduce(
+        x, op, codec, out=out, exact_below=exact_below, nonfinite=nonfinite
+    )
+
+
+def allreduce(
+    x: Any,
+    op: str = "sum",
+    *,
+    comm: Communicator | None = None,
+    out: Any = None,
+    nonfinite: str = "propagate",
+) -> Any:
+    """Reduce arrays over all ranks without compression (codec "raw"); otherwise as
+    :func:`compressed_allreduce`.
+    """
+    return (comm or current()).allreduce(x, op, out=out, nonfinite=nonfinite)
+
+
+def broadcast(x: Any, root: int = 0, *, comm: Communicator | None = None) -> Any:
+    """Return the arrays of rank ``root`` on every rank; collective.
+
+    Parameters
+    ----------
+    x : array, scalar or tree
+        On every rank, with the same keys, shapes and dtypes.
+    root : int
+        Whose values; equal on all ranks.
+    comm : Communicator, optional
+        Default: that of :func:`init`.
+    """
+    return (comm or current()).broadcast(x, root)

@@ -1,0 +1,295 @@
+"""Transports: what the driver asks of one, how a process finds one, and how every one of them waits.
+
+A back end is an ordinary import package that registers a function ``connect(comm=None) -> Backend`` under the
+entry-point group ``gccomm.backends``. This module imports none of them before it is asked to.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Literal, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm.errors import BackendError, CollectiveTimeout
+
+__all__ = [
+    "Activity",
+    "Backend",
+    "Bytes",
+    "Connect",
+    "FloatName",
+    "Patience",
+    "Wait",
+    "Words",
+    "available",
+    "detect",
+    "launcher",
+    "load",
+]
+
+ENTRY_POINT_GROUP = "gccomm.backends"
+
+Words = npt.NDArray[np.uint32]
+Bytes = npt.NDArray[np.uint8]
+FloatName = Literal["float32", "float64", "bfloat16", "float16"]
+Activity = str | Callable[[], str]
+
+
+class Backend(Protocol):
+    """One process of a group, and the collective operations of that group.
+
+    All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
+    arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:
+    every later call raises `BackendError`.
+
+    Attributes
+    ----------
+    interrupt_deadline : float or None
+        A value of `time.monotonic`; a rank that still waits after it calls `abort`. Set on SIGINT.
+    """
+
+    interrupt_deadline: float | None
+
+    @property
+    def name(self) -> str:
+        """Name of the entry point."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Place of this process in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of processes in the group."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """Place of this process among those of the group that share its host."""
+        ...
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks share the memory of one host."""
+        ...
+
+    def maximum(self, words: Words, /) -> None:
+        """Replace each word by its maximum over the ranks, as unsigned numbers."""
+        ...
+
+    def sum_words(self, words: Words, /) -> None:
+        """Replace each word by its sum over the ranks, mod 2^32."""
+        ...
+
+    def sum_floats(
+        self, send: npt.NDArray[np.generic], recv: npt.NDArray[np.generic], dtype: FloatName, /
+    ) -> None:
+        """Write the sum of `send` over the ranks to `recv`; the order of the additions is the back end's own.
+
+        `send` and `recv` are the same array or do not overlap. The 16-bit formats come as uint16 arrays.
+        """
+        ...
+
+    def broadcast(self, buffer: Bytes, root: int, /) -> None:
+        """Overwrite `buffer` with that of rank `root`."""
+        ...
+
+    def split(self, color: int | None, key: int, /) -> Backend | None:
+        """Make one group per color, ranks ordered by (key, rank); None gives None. Colors are 0 or more."""
+        ...
+
+    def close(self) -> None:
+        """Release this handle; a second call does nothing, and a broken group is left without waiting."""
+        ...
+
+    def abort(self, reason: str, /) -> None:
+        """Make the other ranks fail soon; not collective. Under MPI it ends the job and does not return."""
+        ...
+
+    def set_activity(self, activity: Activity, /) -> None:
+        """Say what a stall report calls the present work: a text, or a function that makes one."""
+        ...
+
+
+class Connect(Protocol):
+    """What an entry point of the group ``gccomm.backends`` names."""
+
+    def __call__(self, comm: object = None) -> Backend:
+        """Make a back end on `comm`, or on all processes of the job; collective."""
+        ...
+
+
+def _registered() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def available() -> list[str]:
+    """Return the names of the back ends that are installed, sorted; one may still be unusable here."""
+    return sorted(_registered())
+
+
+def load(name: str) -> Connect:
+    """Import a back end and return its `connect` function.
+
+    Parameters
+    ----------
+    name : str
+        Name of an entry point, such as ``"mpi"`` or ``"local"``.
+
+    Raises
+    ------
+    ValueError
+        No back end of that name is installed.
+    BackendError
+        It is installed but cannot be imported.
+    """
+    points = _registered()
+    if name not in points:
+        close = difflib.get_close_matches(name, points, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        message = (
+            f"no back end `{name}` is installed; entry points {ENTRY_POINT_GROUP}: {sorted(points)}{hint}"
+        )
+        raise ValueError(message)
+    try:
+        return cast("Connect", points[name].load())
+    except (ImportError, AttributeError) as error:
+        message = f"the back end `{name}` ({points[name].value}) cannot be imported: {error}"
+        raise BackendError(message) from error
+
+
+# Variables that a launcher sets for each process: (variable, the number of processes is its value, launcher).
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", True, "Open MPI's mpiexec"),
+    ("PMI_SIZE", True, "a Hydra or PMI mpiexec (MPICH, Intel MPI, Slurm PMI2)"),
+    ("PMIX_RANK", False, "a PMIx launcher (Open MPI, Slurm)"),
+    ("PMI_RANK", False, "a PMI launcher"),
+    ("MPI_LOCALNRANKS", False, "a Hydra mpiexec (MPICH, Intel MPI)"),
+    ("MV2_COMM_WORLD_SIZE", True, "MVAPICH2's mpirun_rsh"),
+)
+
+
+def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int | None] | None:
+    """Return the MPI launcher that started this process and its number of processes, where variables tell.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        Variables to read instead of `os.environ`.
+
+    Returns
+    -------
+    tuple of (str, int or None), or None
+        Description and world size (None: not told); None when no launcher has left its variables.
+    """
+    env = os.environ if environ is None else environ
+    for variable, is_size, description in _LAUNCHERS:
+        if variable in env:
+            value = env[variable]
+            return description, int(value) if is_size and value.isdigit() else None
+    if env.get("SLURM_MPI_TYPE", "none") not in ("", "none"):
+        return f"srun --mpi={env['SLURM_MPI_TYPE']}", None
+    return None
+
+
+def detect(environ: Mapping[str, str] | None = None) -> str:
+    """Return ``"mpi"`` for a process that an MPI launcher started, else ``"local"``."""
+    return "local" if launcher(environ) is None else "mpi"
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        message = f"the environment variable {variable} must be a number of seconds, 0 or more; got {text!r}"
+        raise ValueError(message)
+    return value
+
+
+class Patience:
+    """When a waiting rank reports a stall, gives up, or aborts: the same rules for every back end.
+
+    Parameters
+    ----------
+    rank, size : int
+        Named in the reports.
+    stall_s, timeout_s : float, optional
+        Seconds until one line goes to stderr and until `CollectiveTimeout`; 0 means never. Without them the
+        variables ``GCCOMM_STALL_S`` (60) and ``GCCOMM_TIMEOUT_S`` (0) are read, once.
+
+    Raises
+    ------
+    ValueError
+        A variable is not a number of seconds.
+    """
+
+    def __init__(
+        self, rank: int, size: int, stall_s: float | None = None, timeout_s: float | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.stall_s = _seconds("GCCOMM_STALL_S", 60.0) if stall_s is None else stall_s
+        self.timeout_s = _seconds("GCCOMM_TIMEOUT_S", 0.0) if timeout_s is None else timeout_s
+        self.activity: Activity = ""
+
+    def begin(self, operation: str) -> Wait:
+        """Start the clock of one wait; `operation` names the call of the back end."""
+        return Wait(self, operation)
+
+    def describe(self, operation: str) -> str:
+        """Return what this rank waits in: the operation of the back end and the caller's activity."""
+        text = self.activity() if callable(self.activity) else self.activity
+        return f"{operation} ({text})" if text else operation
+
+
+class Wait:
+    """The clock of one wait: `check` it between two looks at whether the others have come."""
+
+    def __init__(self, patience: Patience, operation: str) -> None:
+        self._patience = patience
+        self._operation = operation
+        self._start = time.monotonic()
+        self._stall = self._start + patience.stall_s if patience.stall_s else float("inf")
+        self._end = self._start + patience.timeout_s if patience.timeout_s else float("inf")
+        self._next = min(self._stall, self._end)
+
+    @property
+    def next_event(self) -> float:
+        """The time (`time.monotonic`) before which `check` has nothing to do; inf if never."""
+        return self._next
+
+    def check(self) -> None:
+        """Report a stall once it is due.
+
+        Raises
+        ------
+        CollectiveTimeout
+            The wait has lasted longer than allowed.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return
+        patience, waited = self._patience, now - self._start
+        where = f"rank {patience.rank} of {patience.size} has waited {waited:.1f} s in "
+        where += patience.describe(self._operation)
+        if now >= self._end:
+            message = f"{where}; another rank has not come within GCCOMM_TIMEOUT_S = {patience.timeout_s:g} s"
+            raise CollectiveTimeout(message)
+        self._stall = float("inf")
+        self._next = self._end
+        hint = "; another rank is late, has made fewer calls or is gone (GCCOMM_TIMEOUT_S sets a limit)"
+        print(f"gccomm: {where}{hint}", file=sys.stderr, flush=True)

@@ -1,0 +1,87 @@
+"""The codec contract.
+
+A codec is one class in one file plus one line in the registry. It describes its wire format and its steps,
+and does no communication. Its ``id`` names a wire format for ever: a format that changes gets a new id.
+Options are the constructor's keyword arguments and public attributes of the same names; they are part of the
+agreement between ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm.steps import Context, Steps
+
+if TYPE_CHECKING:
+    from gccomm.operand import Operand
+
+__all__ = ["Codec"]
+
+
+class Codec(ABC):
+    """Base class of codecs.
+
+    Attributes
+    ----------
+    id : str
+        Name of the wire format.
+    lossy : bool
+        Tensors below ``exact_below`` coordinates bypass a lossy codec and travel exactly.
+    biased : bool
+        The rounding error has a mean: error feedback is on by default.
+    """
+
+    id: ClassVar[str]
+    lossy: ClassVar[bool] = True
+    biased: ClassVar[bool] = False
+
+    @abstractmethod
+    def steps(self, x: Operand, state: Any, ctx: Context) -> Steps:
+        """Yield the steps that reduce ``x`` over the ranks; return the next state."""
+
+    @abstractmethod
+    def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return how many wire words (or floats) blocks of these lengths take."""
+
+    def weight(self, item_bytes: int) -> int:
+        """Return how much of a piece's room a coordinate of ``item_bytes`` takes: 1, or more where it may
+        need more words.
+        """
+        del item_bytes
+        return 1
+
+    def require_size(self, size: int) -> None:
+        """Raise NegotiationError where ``size`` ranks cannot be served. The default serves any."""
+
+    def noise(self, size: int) -> float | None:
+        """Return the variance of a sum's coordinate in units of step^2, or None where it is not known in
+        advance.
+        """
+        del size
+        return None
+
+    def config(self) -> dict[str, Any]:
+        """Return ``{"id": ..., option: value, ...}``, which round-trips through JSON and ``get_codec``."""
+        names = list(inspect.signature(type(self)).parameters)
+        return {"id": self.id, **{name: getattr(self, name) for name in names}}
+
+    @property
+    def fingerprint(self) -> str:
+        """The configuration as canonical JSON: what ranks compare."""
+        return json.dumps(self.config(), sort_keys=True)
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{k}={v!r}" for k, v in self.config().items() if k != "id")
+        return f"{type(self).__name__}({options})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, Codec) and other.config() == self.config()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.fingerprint))

@@ -1,0 +1,139 @@
+"""Codecs by id: the built-in ones, those of installed packages (entry points ``gccomm.codecs``), and the ids'
+options.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from gccomm.codecs.base import Codec
+from gccomm.errors import UnknownCodecError
+
+__all__ = ["get_codec", "list_codecs", "register_codec"]
+
+_BUILT_IN = {
+    "raw": "gccomm.codecs.floats:Raw",
+    "bf16": "gccomm.codecs.floats:BFloat16",
+    "fp16": "gccomm.codecs.floats:Float16",
+    "uniform": "gccomm.codecs.uniform:Uniform",
+}
+_loaded: dict[str, type[Codec]] = {}
+
+
+def list_codecs() -> list[str]:
+    """Return the ids of all codecs that can be had, sorted."""
+    points = {point.name for point in entry_points(group="gccomm.codecs")}
+    return sorted({*_BUILT_IN, *_loaded, *points})
+
+
+def register_codec(codec: type[Codec], *, replace: bool = False) -> type[Codec]:
+    """Add a codec class under its ``id``; usable as a decorator.
+
+    Raises
+    ------
+    TypeError
+        ``codec`` is not a subclass of :class:`~gccomm.codecs.base.Codec` with an ``id``.
+    ValueError
+        The id is taken and ``replace`` is false: an id names one wire format.
+    """
+    if not (inspect.isclass(codec) and issubclass(codec, Codec)) or not isinstance(
+        getattr(codec, "id", None), str
+    ):
+        msg = f"a codec is a subclass of gccomm.codecs.base.Codec with an `id`, got {codec!r}"
+        raise TypeError(msg)
+    if codec.id in list_codecs() and not replace:
+        msg = f"a codec with the id {codec.id!r} exists already; pass replace=True to replace it"
+        raise ValueError(msg)
+    _loaded[codec.id] = codec
+    return codec
+
+
+def get_codec(codec: str | dict[str, Any] | Codec, **options: Any) -> Codec:
+    """Return a codec object.
+
+    Parameters
+    ----------
+    codec : str, dict or Codec
+        An id (``"uniform"``), an id with options (``"uniform:wire_bits=4"``; several separated by commas), a
+        configuration as ``codec.config()`` gives, or a codec, which is returned as it is.
+    **options
+        Options of the codec; they override those in ``codec``.
+
+    Raises
+    ------
+    UnknownCodecError
+        No codec has this id.
+    TypeError, ValueError
+        An option is unknown or has a bad value.
+
+    Examples
+    --------
+    >>> get_codec("uniform", wire_bits=4)
+    Uniform(wire_bits=4)
+    >>> get_codec("uniform:wire_bits=5").config()
+    {'id': 'uniform', 'wire_bits': 5}
+    """
+    if isinstance(codec, Codec):
+        if options:
+            msg = f"options {sorted(options)} cannot be given together with the codec object {codec!r}"
+            raise TypeError(msg)
+        return codec
+    name, given = _parse(codec)
+    kind = _load(name)
+    merged = {**given, **options}
+    known = inspect.signature(kind).parameters
+    for option in merged:
+        if option not in known:
+            msg = f"codec {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}"
+            raise TypeError(msg)
+    return kind(**merged)
+
+
+def _parse(codec: object) -> tuple[str, dict[str, Any]]:
+    if isinstance(codec, dict) and isinstance(codec.get("id"), str):
+        return codec["id"], {k: v for k, v in codec.items() if k != "id"}
+    if not isinstance(codec, str):
+        msg = f"`codec` must be an id, a configuration with an 'id', or a Codec, got {codec!r}"
+        raise TypeError(msg)
+    name, _, rest = codec.partition(":")
+    options: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        option, equals, text = item.partition("=")
+        if not equals:
+            msg = f"options are written id:option=value,option=value, got {codec!r}"
+            raise ValueError(msg)
+        options[option.strip()] = _value(text.strip())
+    return name.strip(), options
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return {"True": True, "False": False, "None": None}.get(text, text)
+
+
+def _load(name: str) -> type[Codec]:
+    if name in _loaded:
+        return _loaded[name]
+    loader: Callable[[], Any] | None = None
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        loader = lambda: getattr(import_module(module), attribute)  # noqa: E731
+    else:
+        points = {point.name: point for point in entry_points(group="gccomm.codecs")}
+        if name in points:
+            loader = points[name].load
+    if loader is None:
+        near = difflib.get_close_matches(name, list_codecs(), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        msg = f"no codec has the id {name!r}{hint} Known: {', '.join(list_codecs())}"
+        raise UnknownCodecError(name, msg)
+    _loaded[name] = loader()
+    return _loaded[name]

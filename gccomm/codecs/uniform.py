@@ -1,0 +1,78 @@
+"""``uniform``: shared block scale, shared dither, integer lanes; the fastest codec."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm.codecs.base import Codec
+from gccomm.errors import NegotiationError
+from gccomm.lanes import WIDTHS, lanes, safe_limit
+from gccomm.steps import Agree, Context, Steps, Sum
+
+if TYPE_CHECKING:
+    from gccomm.operand import Operand
+
+__all__ = ["Uniform"]
+
+
+class Uniform(Codec):
+    """Quantise each block of at most 1024 coordinates against the largest magnitude that any rank has in it.
+
+    With m the agreed maximum of a block, L = floor((2^(w-1) - 1) 2^16 / n) and D_r = (h + floor(p_r 2^16 /
+    n)) mod 2^16, rank r sends q = (rint(x L / m) + D_r) >> 16 in a lane of w bits; the sum of q times step =
+    m 2^16 / L is the result. h is one 16-bit hash per (key, step, coordinate), equal on all ranks, so the n
+    dithers are the shifts of one number: the sum cannot leave its lane at any n, each rank is unbiased, and
+    the error's variance is (n + 1) / 12 step^2. A coordinate that is zero on all ranks stays exactly zero.
+
+    Parameters
+    ----------
+    wire_bits : int
+        Lane width w: 2, 3, 4, 5, 6, 8, 10 or 16. A coordinate costs 32 / floor(32 / w) bits, plus 0.03 for
+        scales.
+
+    Notes
+    -----
+    Shared maximum: S. Vineeth, "Unbiased single-scale and multi-scale quantizers for distributed
+    optimization" (2021). Dither from shifts of one number: Hermite's identity; the fractional headroom is
+    gccomm's own.
+    """
+
+    id: ClassVar[str] = "uniform"
+
+    def __init__(self, wire_bits: int = 8) -> None:
+        if isinstance(wire_bits, bool) or not isinstance(wire_bits, int) or wire_bits not in WIDTHS[:-1]:
+            msg = f"`wire_bits` must be one of {', '.join(map(str, WIDTHS[:-1]))}, got {wire_bits!r}"
+            raise ValueError(msg)
+        self.wire_bits = wire_bits
+
+    def require_size(self, size: int) -> None:
+        """Refuse more ranks than the lane has fixed-point room for."""
+        try:
+            safe_limit(self.wire_bits, size)
+        except ValueError as error:
+            raise NegotiationError(str(error)) from None
+
+    def noise(self, size: int) -> float:
+        """Return (n + 1) / 12."""
+        return (size + 1) / 12
+
+    def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return ceil(length / lanes)."""
+        return -(-lengths // lanes(self.wire_bits))
+
+    def steps(self, x: Operand, state: Any, ctx: Context) -> Steps:
+        """Agree on block maxima, then sum lanes."""
+        width, limit = self.wire_bits, safe_limit(self.wire_bits, ctx.size)
+        scales = yield Agree(x.blocks, x.maxima)
+        assert scales is not None
+        yield Sum(
+            x.blocks,
+            x.words,
+            lambda lo, hi, out: x.encode(lo, hi, out, scales, width, limit, ctx),
+            lambda lo, hi, words: x.decode(lo, hi, words, scales, width, limit, ctx, subtract=False),
+            ((0, x.words, width),),
+        )
+        return state

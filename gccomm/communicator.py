@@ -1,0 +1,287 @@
+"""Communicators: a group of ranks, and the collective calls that they make together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gccomm import arrays, kernels, trees
+from gccomm.agreement import Call, digest
+from gccomm.backends import Backend
+from gccomm.codecs import Codec, get_codec
+from gccomm.engine import Outcome, rendezvous
+from gccomm.errors import BackendError, CollectiveTimeout
+from gccomm.interrupts import HoldInterrupts
+from gccomm.reduction import Attempt, Options, Place, Reduction
+from gccomm.stats import Stats
+from gccomm.transfers import Broadcast, Transfer, execute
+
+__all__ = ["Communicator", "check_options"]
+
+REDUCTIONS = 64  # option sets whose plans are kept
+_DEFAULT = "uniform"
+
+
+class Communicator:
+    """A group of ranks. Made by :func:`gccomm.init` and :meth:`split`; all methods but the properties are
+    collective.
+
+    Every collective call first agrees on what it is. Where a rank's own argument is bad, or ranks differ in
+    what they call, every rank raises the same error, nothing is changed and the next call works. Calls from
+    several threads are made one after the other.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = threading.RLock()
+        self._broken: str | None = None
+        self._place = Place(backend.rank, backend.size, backend.one_host)
+        self._step = 0
+        self._reducers = 0
+        self._reductions: dict[object, Reduction] = {}
+        self._on_close: Callable[[], None] | None = None
+        self.stats = Stats()
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 to size - 1."""
+        return self._backend.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._backend.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among those on its host."""
+        return self._backend.local_rank
+
+    @property
+    def backend(self) -> str:
+        """Name of the back end: "mpi" or "local"."""
+        return self._backend.name
+
+    def __repr__(self) -> str:
+        state = f", {self._broken}" if self._broken else ""
+        return f"<gccomm.Communicator rank {self.rank} of {self.size}, {self.backend}{state}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()  # collective: a rank that leaves by an exception must not wait for its peers
+
+    def compressed_allreduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        codec: str | Codec = _DEFAULT,
+        *,
+        out: Any = None,
+        exact_below: int = 1024,
+        nonfinite: str = "propagate",
+    ) -> Any:
+        """Reduce over this communicator; see :func:`gccomm.compressed_allreduce`."""
+        with self._lock:
+            reduction, error = self._reduction(op, codec, exact_below, nonfinite)
+            reduction.step = self._step
+            attempt = reduction.start(None if error else x, self._place, out=out)
+            attempt.call.error = error or attempt.call.error
+            return self.transact(attempt)
+
+    def allreduce(self, x: Any, op: str = "sum", *, out: Any = None, nonfinite: str = "propagate") -> Any:
+        """Reduce without compression; see :func:`gccomm.allreduce`."""
+        return self.compressed_allreduce(x, op, "raw", out=out, nonfinite=nonfinite)
+
+    def broadcast(self, x: Any, root: int = 0) -> Any:
+        """Give every rank the arrays of rank ``root``; see :func:`gccomm.broadcast`."""
+        call = Call("broadcast", step=self._step)
+        keys: list[str] = []
+        views: list[arrays.View | None] = []
+        buffers: list[Any] = []
+        treedef: Any = None
+        try:
+            self._check_root(root)
+            call.policy = f"root={root}"
+            keys, values, treedef = trees.flatten(x)
+            views = [None if v is None else arrays.view(v) for v in values]
+            lines = [_line(k, v) for k, v in zip(keys, views, strict=True)]
+            call.layout, call.leaves = digest("\n".join(lines)), lambda: lines
+            buffers = [None if v is None else _copy(v) for v in views]
+        except Exception as error:
+            call.error = error
+        self._plain(call, self._broadcast(call, [b for b in buffers if b is not None], root))
+        pairs = zip(views, buffers, strict=True)
+        return trees.unflatten(treedef, [None if v is None else v.wrap(b) for v, b in pairs])
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self._plain(Call("barrier", step=self._step))
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Make one communicator per color.
+
+        Parameters
+        ----------
+        color : int or None
+            Ranks of one color, 0 or more, form a group; None joins none and gets None.
+        key : int
+            Order within the group; ties by rank.
+
+        Returns
+        -------
+        Communicator or None
+            Close it when it is no longer needed: freeing is collective, so dropping it frees nothing.
+        """
+        call = Call("split", step=self._step)
+        if color is not None and (isinstance(color, bool) or not isinstance(color, int) or color < 0):
+            call.error = ValueError(f"`color` must be None or an integer of 0 or more, got {color!r}")
+        elif isinstance(key, bool) or not isinstance(key, int):
+            call.error = TypeError(f"`key` must be an integer, got {key!r}")
+        with self._lock:
+            self._plain(call)
+            backend = self._backend.split(color, key)
+        return None if backend is None else Communicator(backend)
+
+    def close(self) -> None:
+        """Free the communicator; collective. A second close does nothing."""
+        with self._lock:
+            if self._broken == "closed":
+                return
+            if self._broken is None:
+                self._plain(Call("close", step=self._step))
+            self._broken = "closed"
+            self._backend.close()
+            self._reductions.clear()
+            if self._on_close is not None:
+                self._on_close()
+
+    def next_reducer(self) -> int:
+        """Return the number of a new reducer: its place in the order of construction, equal on all ranks."""
+        with self._lock:
+            self._reducers += 1
+            return self._reducers
+
+    def transact(self, attempt: Attempt) -> Any:
+        """Run a prepared reduction and return its result."""
+
+        def finish(outcome: Outcome) -> Any:
+            result = attempt.finish(outcome)
+            self.stats = outcome.stats
+            if attempt.call.reducer == 0:
+                self._step += 1
+            return result
+
+        with self._lock:
+            return self._drive(attempt.call, attempt.transfers(), finish)
+
+    def _plain(self, call: Call, transfers: Generator[Transfer, None, Outcome] | None = None) -> None:
+        """Run a call that is not a reduction."""
+
+        def finish(outcome: Outcome) -> None:
+            if outcome.error is not None:
+                raise outcome.error
+            self._step += 1
+
+        with self._lock:
+            self._drive(call, transfers or rendezvous(call, self.rank, self.size), finish)
+
+    def _reduction(
+        self, op: str, codec: str | Codec, exact_below: int, nonfinite: str
+    ) -> tuple[Reduction, BaseException | None]:
+        """Return the reduction that keeps the plans of these options, and what is wrong with them."""
+        error: BaseException | None = None
+        try:
+            check_options(op, exact_below, nonfinite)
+            chosen = get_codec(codec)
+        except (TypeError, ValueError) as bad:  # UnknownCodecError is a ValueError
+            error, op, chosen, exact_below, nonfinite = bad, "sum", get_codec("raw"), 1024, "propagate"
+        signature = (op, chosen, exact_below, nonfinite)
+        reduction = self._reductions.pop(signature, None)
+        if reduction is None:
+            options = Options(lambda _: chosen, lambda _: op, exact_below=exact_below, nonfinite=nonfinite)
+            reduction = Reduction(options)
+            while len(self._reductions) >= REDUCTIONS:
+                self._reductions.pop(next(iter(self._reductions)))
+        self._reductions[signature] = reduction
+        return reduction, error
+
+    def _broadcast(self, call: Call, buffers: list[Any], root: int) -> Generator[Transfer, None, Outcome]:
+        outcome = yield from rendezvous(call, self.rank, self.size)
+        if outcome.error is None:
+            for buffer in buffers:
+                if buffer.size:
+                    yield Broadcast(buffer.view(np.uint8), root)
+        return outcome
+
+    def _check_root(self, root: Any) -> None:
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.size:
+            msg = f"`root` must be a rank, 0 to {self.size - 1}, got {root!r}"
+            raise ValueError(msg)
+
+    def _drive(
+        self,
+        call: Call,
+        transfers: Generator[Transfer, None, Outcome],
+        finish: Callable[[Outcome], Any],
+    ) -> Any:
+        """Run transfers, then ``finish``, with Ctrl-C held back over both.
+
+        An exception on the way breaks the communicator; an outcome's error, which ``finish`` raises, does
+        not.
+        """
+        if self._broken is not None:
+            msg = f"rank {self.rank}: this communicator is {self._broken}; make a new one with gccomm.init()"
+            raise BackendError(msg)
+        self._backend.set_activity(call.describe)
+        with HoldInterrupts(self._backend):
+            try:
+                outcome = self._run(transfers)
+            except CollectiveTimeout:
+                self._broken = "broken: a collective timed out"
+                raise
+            except BaseException as error:
+                self._broken = f"broken: {type(error).__name__}: {error}"
+                self._backend.abort(f"{call.describe()} failed while its ranks were in it: {error!r}")
+                raise
+            return finish(outcome)
+
+    def _run(self, transfers: Generator[Transfer, None, Outcome]) -> Outcome:
+        while True:
+            try:
+                transfer = next(transfers)
+            except StopIteration as stop:
+                outcome: Outcome = stop.value
+                return outcome
+            execute(transfer, self._backend)
+
+
+def check_options(op: object, exact_below: object, nonfinite: object) -> None:
+    """Raise for options that no call can have."""
+    if op not in ("sum", "mean"):
+        msg = f'`op` must be "sum" or "mean", got {op!r}'
+        raise ValueError(msg)
+    if isinstance(exact_below, bool) or not isinstance(exact_below, int) or exact_below < 0:
+        msg = f"`exact_below` must be a number of coordinates, 0 or more, got {exact_below!r}"
+        raise ValueError(msg)
+    if nonfinite not in ("propagate", "raise"):
+        msg = f'`nonfinite` must be "propagate" or "raise", got {nonfinite!r}'
+        raise ValueError(msg)
+
+
+def _line(key: str, view: arrays.View | None) -> str:
+    return f"{key!r}: None" if view is None else f"{key!r}: {view.user_dtype}{list(view.shape)}"
+
+
+def _copy(view: arrays.View) -> Any:
+    buffer = kernels.pool_empty(view.data.nbytes).view(view.data.dtype)
+    buffer[...] = view.data
+    return buffer

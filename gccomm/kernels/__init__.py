@@ -1,0 +1,57 @@
+"""Native kernels on blocks of tensors.
+
+The functions take plain addresses: of a table of :data:`~gccomm.kernels.table.SEGMENT` records, which says where
+the tensors of a batch lie and how they are cut into blocks, and of words, scales and results.  They work on the
+blocks ``lo`` to ``hi`` of the batch, check no address, and release the GIL.  What they compute is specified by
+:mod:`gccomm.kernels.reference`.
+"""
+
+from __future__ import annotations
+
+from gccomm.kernels._native import (
+    address,
+    decode,
+    encode,
+    exact_decode,
+    exact_encode,
+    float_decode,
+    float_encode,
+    int_decode,
+    int_encode,
+    int_range,
+    isa,
+    isas,
+    maxima,
+    nonfinite,
+    pool_empty,
+    pool_stats,
+    pool_trim,
+    reduce_op,
+    set_isa,
+)
+from gccomm.kernels.table import DTYPE_CODES, DTYPES, SEGMENT
+
+__all__ = [
+    "DTYPES",
+    "DTYPE_CODES",
+    "SEGMENT",
+    "address",
+    "decode",
+    "encode",
+    "exact_decode",
+    "exact_encode",
+    "float_decode",
+    "float_encode",
+    "int_decode",
+    "int_encode",
+    "int_range",
+    "isa",
+    "isas",
+    "maxima",
+    "nonfinite",
+    "pool_empty",
+    "pool_stats",
+    "pool_trim",
+    "reduce_op",
+    "set_isa",
+]

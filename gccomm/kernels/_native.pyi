@@ -1,0 +1,138 @@
+"""Kernels on blocks of tensors, compiled once per instruction-set level.
+
+Common parameters: `table` is the address of `nseg` records of :data:`gccomm.kernels.table.SEGMENT`; the blocks
+``lo <= block < hi`` of the batch are worked on; `scales` is the address of the scale words (uint32) of the whole
+batch; `words` is the address of the words of block `lo`, whose offset in the batch is `word_base`; `n` is the
+number of ranks. An address of 0 means absent where a default says so.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+def maxima(table: int, nseg: int, lo: int, hi: int, out: int) -> None:
+    """Write the scale word of each block, that of x + residual where there is one, to ``out[block - lo]``."""
+
+def encode(
+    table: int,
+    nseg: int,
+    lo: int,
+    hi: int,
+    scales: int,
+    words: int,
+    word_base: int,
+    width: int,
+    limit: int,
+    shift: int,
+    check: int = 0,
+) -> None:
+    """Round, pack into lanes of `width` bits, and leave residuals behind.
+
+    `limit` is the fixed-point value of the scale (2**-16 levels), `shift` this rank's shift of the dither, `check`
+    the address of uint32[hi - lo][2] for the check words.
+
+    Raises
+    ------
+    ValueError
+        No such width, or a limit outside 1 ... 32767 * 65536.
+    """
+
+def decode(
+    table: int,
+    nseg: int,
+    lo: int,
+    hi: int,
+    scales: int,
+    words: int,
+    word_base: int,
+    width: int,
+    limit: int,
+    n: int,
+    subtract: bool,
+    mean: bool,
+    stream: bool,
+    check: int = 0,
+    energy: int = 0,
+) -> None:
+    """Turn summed lanes into results.
+
+    `subtract` takes the shared dither off, `stream` writes results past the caches, `energy` is the address of
+    float32[hi - lo] for the sum of squares (in levels) of each block.
+    """
+
+def exact_encode(
+    table: int, nseg: int, lo: int, hi: int, scales: int, words: int, word_base: int, n: int
+) -> None:
+    """Write each coordinate as two words of fixed point; a residual, if any, goes along and becomes zero."""
+
+def exact_decode(
+    table: int, nseg: int, lo: int, hi: int, scales: int, words: int, word_base: int, n: int, mean: bool
+) -> None:
+    """Turn summed pairs of words into results."""
+
+def int_range(table: int, nseg: int, out: int) -> None:
+    """Write for each segment the smallest B with ``-2**B <= x < 2**B`` to ``out[segment]`` (uint32)."""
+
+def int_encode(table: int, nseg: int, lo: int, hi: int, words: int, word_base: int) -> None:
+    """Write integers into lanes or 16-bit digits, as each segment's `width` and `digits` say."""
+
+def int_decode(table: int, nseg: int, lo: int, hi: int, words: int, word_base: int, n: int) -> int:
+    """Turn summed words into integers; return how many sums their dtype cannot hold (those are stored mod 2**bits).
+
+    A segment without `dst` is only counted.
+    """
+
+def float_encode(table: int, nseg: int, lo: int, hi: int, buffer: int, wire: int) -> None:
+    """Convert to the float dtype with code `wire`, contiguous from block `lo` on, and leave residuals behind."""
+
+def float_decode(
+    table: int, nseg: int, lo: int, hi: int, buffer: int, wire: int, n: int, mean: bool, stream: bool
+) -> None:
+    """Convert summed wire values back, divided by `n` for a mean."""
+
+def nonfinite(table: int, nseg: int, lo: int, hi: int) -> int:
+    """Return 1 if any input (plus residual) is inf or NaN, else 0."""
+
+def reduce_op(name: str) -> int:
+    """Return the address of ``void f(void *in, void *inout, int *len, void *datatype)``, which adds 16-bit floats.
+
+    `name` is "bfloat16" or "float16"; sums are formed in float32 and rounded to nearest even.
+    """
+
+def pool_empty(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return an uninitialised uint8 array, shape (nbytes,), 64-byte aligned, from the pool of results.
+
+    Its memory goes back to the pool when the last array or view on it is dropped.
+
+    Raises
+    ------
+    ValueError
+        `nbytes` is negative.
+    MemoryError
+        There is not so much memory.
+    """
+
+def pool_stats() -> dict[str, int]:
+    """Return the pool's bytes: ``outstanding``, ``free``, and the ``high_water`` of those outstanding."""
+
+def pool_trim() -> None:
+    """Free all memory of the pool that is not in use."""
+
+def address(array: npt.NDArray[Any]) -> int:
+    """Return the address of the first element of any NumPy array."""
+
+def isas() -> list[str]:
+    """Return the instruction-set levels usable on this machine, the best last."""
+
+def isa() -> str:
+    """Return the level in use: the best, or what the environment variable GCCOMM_ISA says."""
+
+def set_isa(name: str) -> None:
+    """Use another level from now on, in the whole process.
+
+    Raises
+    ------
+    ValueError
+        This machine has no such level.
+    """

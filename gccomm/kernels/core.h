@@ -1,0 +1,204 @@
+// The arithmetic that every target shares: noise, scales, rounding, lanes.
+//
+// Compiled by the host compiler once per instruction-set level, and fit for NVRTC: no headers, 32-bit integers,
+// float32, no multiply-add that a compiler might contract. `Ops` names the types F (float), I (int), U (unsigned)
+// and the few operations that differ between scalars and vectors. All results are the same bits everywhere.
+#ifndef GCCOMM_CORE_H
+#define GCCOMM_CORE_H
+
+#ifndef GCCOMM_LEVEL
+#define GCCOMM_LEVEL device
+#endif
+#ifdef __CUDACC__
+#define GCCOMM_FN __host__ __device__ __forceinline__
+#else
+#define GCCOMM_FN inline __attribute__((always_inline))
+#endif
+
+namespace gccomm {
+namespace GCCOMM_LEVEL {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i32 = int;
+#ifdef __CUDACC__
+using u64 = unsigned long long;
+using i64 = long long;
+#else
+using u64 = __UINT64_TYPE__;
+using i64 = __INT64_TYPE__;
+#endif
+
+constexpr int kBlock = 1024;              // coordinates in a full block
+constexpr u32 kGolden = 0x9E3779B9u;      // step of the position counter
+constexpr u32 kMix1 = 0x7FEB352Du;        // multipliers of a two-round integer mixer
+constexpr u32 kMix2 = 0x846CA68Bu;
+constexpr float kMaxFixed = 2147418112.0f;  // 32767 * 65536: the largest rounded value, exact in float32
+
+GCCOMM_FN float float_of(u32 bits) {
+#ifdef __CUDACC__
+    return __uint_as_float(bits);
+#else
+    return __builtin_bit_cast(float, bits);
+#endif
+}
+
+GCCOMM_FN u32 bits_of(float x) {
+#ifdef __CUDACC__
+    return __float_as_uint(x);
+#else
+    return __builtin_bit_cast(u32, x);
+#endif
+}
+
+GCCOMM_FN double double_of(u64 bits) {
+#ifdef __CUDACC__
+    return __longlong_as_double(static_cast<i64>(bits));
+#else
+    return __builtin_bit_cast(double, bits);
+#endif
+}
+
+GCCOMM_FN int floor_log2(u32 x) {
+#ifdef __CUDACC__
+    return 31 - __clz(static_cast<int>(x));
+#else
+    return 31 - __builtin_clz(x);
+#endif
+}
+
+// ---- noise -------------------------------------------------------------------------------------------------
+
+GCCOMM_FN u32 fmix(u32 x) {
+    x ^= x >> 16;
+    x *= kMix1;
+    x ^= x >> 15;
+    x *= kMix2;
+    return x ^ (x >> 16);
+}
+
+struct BlockKey {
+    u32 k0, k1;
+};
+
+// Key of one block from the step key of its tensor and its number in the tensor.
+GCCOMM_FN BlockKey block_key(u32 t0, u32 t1, u32 block) {
+    return {fmix(t0 + block * kGolden), fmix(t1 + fmix(block ^ t0))};
+}
+
+// 32 noise bits of a coordinate; `counter` is position * kGolden + k0. U is u32 or a vector of u32.
+template <class U>
+GCCOMM_FN U noise(U counter, u32 k1) {
+    U x = counter;
+    x ^= x >> 16;
+    x *= kMix1;
+    x = x ^ (x >> 15) ^ k1;
+    x *= kMix2;
+    return x;
+}
+
+template <class U>
+GCCOMM_FN U rotate16(U x) {
+    return (x << 16) | (x >> 16);
+}
+
+// ---- scales ------------------------------------------------------------------------------------------------
+
+struct Scale {
+    float mant;  // in [1, 2)
+    int e;       // the block maximum is mant * 2^e (float64: rounded up to 21 significant bits)
+};
+
+GCCOMM_FN bool nonfinite_scale(u32 s, bool wide) { return s >= (wide ? 0x7FF00000u : 0x7F800000u); }
+
+GCCOMM_FN Scale split_scale(u32 s, bool wide) {
+    const int mantissa_bits = wide ? 20 : 23;
+    const u32 mask = (1u << mantissa_bits) - 1;
+    const int widen = 23 - mantissa_bits;
+    if (s == 0) return {1.0f, 0};
+    if (s > mask) {
+        const int e = static_cast<int>(s >> mantissa_bits) - (wide ? 1023 : 127);
+        return {float_of(((s & mask) << widen) | 0x3F800000u), e};
+    }
+    const int top = floor_log2(s);  // subnormal
+    const u32 fraction = (s << (mantissa_bits - top)) & mask;
+    return {float_of((fraction << widen) | 0x3F800000u), top - (wide ? 1042 : 149)};
+}
+
+// The scale word of the largest |x| of float64 numbers, given as its bit pattern.
+GCCOMM_FN u32 wide_scale(u64 magnitude) {
+    if (magnitude > 0x7FF0000000000000ull) return 0x7FF80000u;
+    if (magnitude == 0x7FF0000000000000ull) return 0x7FF00000u;
+    const u32 s = static_cast<u32>(magnitude >> 32) + (static_cast<u32>(magnitude) != 0 ? 1u : 0u);
+    return s < 0x7FEFFFFFu ? s : 0x7FEFFFFFu;
+}
+
+// 2^k for -149 <= k <= 127, subnormals included.
+GCCOMM_FN float pow2(int k) {
+    return float_of(k >= -126 ? static_cast<u32>(k + 127) << 23 : 1u << (k + 149));
+}
+
+// 2^k for -1074 <= k <= 1023, subnormals included.
+GCCOMM_FN double pow2_wide(int k) {
+    return double_of(k >= -1022 ? static_cast<u64>(k + 1023) << 52 : 1ull << (k + 1074));
+}
+
+// The largest float32 that is not above `limit`.
+GCCOMM_FN float float_below(i32 limit) {
+    const float nearest = static_cast<float>(limit);
+    return static_cast<double>(nearest) > limit ? float_of(bits_of(nearest) - 1) : nearest;
+}
+
+// ---- rounding with shared dither ---------------------------------------------------------------------------
+
+// The integer of one coordinate: `x * factor` in 16-bit fixed point, clamped, plus dither, floored.
+// `dither` is the noise plus the rank's shift << 16; only its upper half counts.
+template <class Ops>
+GCCOMM_FN typename Ops::I quantise(typename Ops::F x, float factor, i32 limit, typename Ops::U dither) {
+    const typename Ops::I y = Ops::clamp(Ops::round_fixed(x * factor), limit);
+    return (y + Ops::as_int(dither >> 16)) >> 16;
+}
+
+struct Centre {
+    u32 ranks;   // n mod 2^16, in the upper half as well
+    i32 offset;  // 2^14 - gcd(n, 2^16) / 4
+};
+
+GCCOMM_FN Centre centre_of(u32 n) {
+    const u32 low = n & 0xFFFFu;
+    const u32 gcd = low == 0 ? 0x10000u : low & (0u - low);
+    return {low, 16384 - static_cast<i32>(gcd >> 2)};
+}
+
+// The decoded sum in units of half a step * 2^-14, the shared dither taken off.
+template <class Ops>
+GCCOMM_FN typename Ops::I undither(typename Ops::I q, typename Ops::U noise_bits, Centre centre) {
+    return (q << 15) + centre.offset - Ops::as_int(Ops::times_upper(noise_bits, centre.ranks) >> 17);
+}
+
+// ---- lanes -------------------------------------------------------------------------------------------------
+
+GCCOMM_FN constexpr int lanes_of(int width) { return 32 / width; }
+
+GCCOMM_FN constexpr int words_of(int length, int width) {
+    const int lanes = lanes_of(width);
+    return (length + lanes - 1) / lanes;
+}
+
+// Half a lane in every lane: adding it makes every lane of a word non-negative.
+GCCOMM_FN constexpr u32 lane_bias(int width) {
+    u32 bias = 0;
+    for (int k = 0; k < lanes_of(width); k++) bias |= 1u << (width - 1 + width * k);
+    return bias;
+}
+
+// Lane k as a signed number, from a word that went through `(word + bias) ^ bias`.
+template <class I, class U>
+GCCOMM_FN I lane(U unbiased, int k, int width) {
+    return ((I)(unbiased << (32 - width * (k + 1)))) >> (32 - width);
+}
+
+}  // namespace GCCOMM_LEVEL
+}  // namespace gccomm
+#endif

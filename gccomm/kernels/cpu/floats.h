@@ -1,0 +1,126 @@
+// Floats on the wire, uncompressed or in 16 bits.
+#pragma once
+#include "encode.h"
+
+namespace gccomm::GCCOMM_LEVEL {
+
+class FloatCodec {
+   public:
+    explicit FloatCodec(const FloatArgs& args) : args_(args), wide_wire_(is_wide(args.wire)) {}
+
+    void encode(const Block& b, void* wire) {
+        if (is_wide(b.segment->dtype)) return encode_wide(b, wire);
+        const Values v = block_values(b, x_);
+        if (wide_wire_) {
+            double* out = static_cast<double*>(wire);
+            for (int i = 0; i < b.length; i++) out[i] = v.data[i];
+        } else {
+            store_ahead(v, b.length, wire);
+        }
+        if (float* residual = element<float>(b.segment->res_out, b.offset)) {
+            if (!wide_wire_) load_floats(args_.wire, wire, b.length, y_.at);
+            const float* sent = wide_wire_ ? v.data : y_.at;
+            keep_rest(v.data, sent, b.length, element<const float>(b.segment->res_in, b.offset), residual);
+        }
+    }
+
+    void decode(const Block& b, const void* wire) {
+        if (wide_wire_ || is_wide(b.segment->dtype)) return decode_wide(b, wire);
+        load_floats(args_.wire, wire, b.length, x_.at);
+        if (args_.mean) divide(x_.at, b.length);
+        store(b);
+    }
+
+   private:
+    void encode_wide(const Block& b, void* wire) {
+        wide_values(b, wide_);
+        if (wide_wire_) {
+            store_doubles(wide_.at, b.length, static_cast<double*>(wire), false);
+        } else {
+            for (int i = 0; i < whole_lines(b.length); i++) x_.at[i] = static_cast<float>(wide_.at[i]);
+            store_floats(args_.wire, x_.at, b.length, wire, false);
+        }
+        double* residual = element<double>(b.segment->res_out, b.offset);
+        if (residual == nullptr) return;
+        sent_as_doubles(wire, b.length);
+        keep_rest(wide_.at, sent_.at, b.length, element<const double>(b.segment->res_in, b.offset), residual);
+    }
+
+    void sent_as_doubles(const void* wire, int n) {
+        if (wide_wire_) return load_doubles(static_cast<const double*>(wire), n, sent_.at);
+        load_floats(args_.wire, wire, n, y_.at);
+        for (int i = 0; i < n; i++) sent_.at[i] = y_.at[i];
+    }
+
+    // Conversion of a block whose successors are fetched meanwhile.
+    void store_ahead(Values v, int n, void* wire) {
+        if (args_.wire == DType::bfloat16 || args_.wire == DType::float16)
+            for (int i = 0; i < n; i += kLine) prefetch(v.ahead + i);
+        store_floats(args_.wire, v.data, n, wire, false);
+    }
+
+    // residual = v - sent; where what was sent is not finite, the old residual.
+    template <class T>
+    static void keep_rest(const T* v, const T* sent, int n, const T* old, T* residual) {
+        for (int i = 0; i < n; i++) {
+            const bool finite = sent[i] - sent[i] == 0;
+            residual[i] = finite ? v[i] - sent[i] : old == nullptr ? 0 : old[i];
+        }
+    }
+
+    void decode_wide(const Block& b, const void* wire) {
+        sent_as_doubles(wire, b.length);
+        if (args_.mean && wide_wire_) {
+            divide(sent_.at, b.length);
+        } else if (args_.mean) {
+            divide(y_.at, b.length);
+            for (int i = 0; i < b.length; i++) sent_.at[i] = y_.at[i];
+        }
+        if (is_wide(b.segment->dtype)) {
+            double* dst = element<double>(b.segment->dst, b.offset);
+            if (dst != nullptr) store_doubles(sent_.at, b.length, dst, args_.stream);
+            return;
+        }
+        for (int i = 0; i < b.length; i++) x_.at[i] = static_cast<float>(sent_.at[i]);
+        store(b);
+    }
+
+    template <class T>
+    void divide(T* values, int n) const {
+        const T ranks = static_cast<T>(args_.n);
+        for (int i = 0; i < n; i++) values[i] /= ranks;
+    }
+
+    void store(const Block& b) {
+        void* dst = block_address(b.segment->dst, b);
+        if (dst != nullptr) store_floats(b.segment->dtype, x_.at, b.length, dst, args_.stream);
+    }
+
+    const FloatArgs& args_;
+    bool wide_wire_;
+    Floats x_, y_;
+    Doubles wide_, sent_;
+};
+
+inline void float_encode(const Batch& batch, const FloatArgs& args) {
+    const FloatEnvironment environment;
+    FloatCodec codec(args);
+    u8* wire = static_cast<u8*>(args.buffer);
+    for (Cursor<NoWords> c(batch, {}); c.next();) {
+        codec.encode(c.block, wire);
+        wire += c.block.length * size_of(args.wire);
+    }
+}
+
+inline void float_decode(const Batch& batch, const FloatArgs& args) {
+    const FloatEnvironment environment;
+    FloatCodec codec(args);
+    const u8* wire = static_cast<const u8*>(args.buffer);
+    for (Cursor<NoWords> c(batch, {}); c.next();) {
+        codec.decode(c.block, wire);
+        wire += c.block.length * size_of(args.wire);
+    }
+    if (args.stream) stream_fence();
+}
+
+}  // namespace gccomm::GCCOMM_LEVEL

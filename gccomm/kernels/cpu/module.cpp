@@ -1,0 +1,209 @@
+// The Python module: addresses are plain integers, and the GIL is released while kernels run.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+
+#include "dispatch.h"
+#include "pool.h"
+
+namespace nb = nanobind;
+
+namespace gccomm {
+namespace {
+
+using Address = std::uintptr_t;
+using Index = std::int64_t;
+
+template <class T>
+T* pointer(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+Batch batch(Address table, Index segments, Index lo, Index hi) {
+    if (segments < 0 || lo < 0) throw std::invalid_argument("negative block or segment number");
+    return {pointer<const Segment>(table), segments, lo, hi};
+}
+
+void require(bool good, const char* what) {
+    if (!good) throw std::invalid_argument(what);
+}
+
+void check_lanes(int width, std::int32_t limit) {
+    bool known = false;
+    for (const int w : {2, 3, 4, 5, 6, 8, 10, 16, 32}) known = known || w == width;
+    require(known, "no such lane width; there are: 2, 3, 4, 5, 6, 8, 10, 16, 32");
+    require(limit >= 1 && limit <= 2147418112, "limit outside 1 ... 32767 * 65536");
+}
+
+void maxima(Address table, Index segments, Index lo, Index hi, Address out) {
+    kernels().maxima(batch(table, segments, lo, hi), pointer<std::uint32_t>(out));
+}
+
+void encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
+            int width, std::int32_t limit, std::uint32_t shift, Address check) {
+    check_lanes(width, limit);
+    kernels().encode(batch(table, segments, lo, hi),
+                     {pointer<const std::uint32_t>(scales), {pointer<std::uint32_t>(words), word_base}, width, limit,
+                      shift, pointer<std::uint32_t>(check)});
+}
+
+void decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
+            int width, std::int32_t limit, Index n, bool subtract, bool mean, bool stream, Address check,
+            Address energy) {
+    check_lanes(width, limit);
+    require(n >= 1, "n must be positive");
+    kernels().decode(batch(table, segments, lo, hi),
+                     {pointer<const std::uint32_t>(scales), {pointer<std::uint32_t>(words), word_base}, width, limit,
+                      n, subtract, mean, stream, pointer<std::uint32_t>(check), pointer<float>(energy)});
+}
+
+ExactArgs exact_args(Address scales, Address words, Index word_base, Index n, bool mean) {
+    require(n >= 1 && n <= Index{1} << 29, "n outside 1 ... 2^29");
+    return {pointer<const std::uint32_t>(scales), {pointer<std::uint32_t>(words), word_base}, n, mean};
+}
+
+void exact_encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
+                  Index n) {
+    kernels().exact_encode(batch(table, segments, lo, hi), exact_args(scales, words, word_base, n, false));
+}
+
+void exact_decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
+                  Index n, bool mean) {
+    kernels().exact_decode(batch(table, segments, lo, hi), exact_args(scales, words, word_base, n, mean));
+}
+
+void int_range(Address table, Index segments, Address out) {
+    kernels().int_range(pointer<const Segment>(table), segments, pointer<std::uint32_t>(out));
+}
+
+void int_encode(Address table, Index segments, Index lo, Index hi, Address words, Index word_base) {
+    kernels().int_encode(batch(table, segments, lo, hi), {pointer<std::uint32_t>(words), word_base});
+}
+
+Index int_decode(Address table, Index segments, Index lo, Index hi, Address words, Index word_base, Index n) {
+    require(n >= 1, "n must be positive");
+    return kernels().int_decode(batch(table, segments, lo, hi), {pointer<std::uint32_t>(words), word_base});
+}
+
+FloatArgs float_args(Address buffer, int wire, Index n, bool mean, bool stream) {
+    require(wire >= 0 && wire <= 3, "wire must be the code of a float dtype");
+    require(n >= 1, "n must be positive");
+    return {pointer<void>(buffer), static_cast<DType>(wire), n, mean, stream};
+}
+
+void float_encode(Address table, Index segments, Index lo, Index hi, Address buffer, int wire) {
+    kernels().float_encode(batch(table, segments, lo, hi), float_args(buffer, wire, 1, false, false));
+}
+
+void float_decode(Address table, Index segments, Index lo, Index hi, Address buffer, int wire, Index n, bool mean,
+                  bool stream) {
+    kernels().float_decode(batch(table, segments, lo, hi), float_args(buffer, wire, n, mean, stream));
+}
+
+int nonfinite(Address table, Index segments, Index lo, Index hi) {
+    return kernels().nonfinite(batch(table, segments, lo, hi)) ? 1 : 0;
+}
+
+Address reduce_op(const std::string& name) {
+    if (name == "bfloat16") return reinterpret_cast<Address>(kernels().add_bfloat16);
+    if (name == "float16") return reinterpret_cast<Address>(kernels().add_float16);
+    throw std::invalid_argument("no reduction for \"" + name + "\"; there are: bfloat16, float16");
+}
+
+// A block of the pool for as long as an array of Python's refers to it.
+struct Lease {
+    void* block;
+    std::size_t bytes;
+    explicit Lease(std::size_t n) : block(Pool::instance().take(n)), bytes(n) {}
+    ~Lease() { Pool::instance().give_back(block, bytes); }
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+};
+
+using Bytes = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+
+Bytes pool_empty(Index nbytes) {
+    require(nbytes >= 0, "nbytes must not be negative");
+    auto lease = std::make_unique<Lease>(static_cast<std::size_t>(nbytes));
+    void* block = lease->block;
+    nb::capsule owner(lease.get(), [](void* p) noexcept { delete static_cast<Lease*>(p); });
+    lease.release();
+    return Bytes(block, {static_cast<std::size_t>(nbytes)}, owner);
+}
+
+nb::dict pool_stats() {
+    const PoolStats stats = Pool::instance().stats();
+    nb::dict result;
+    result["outstanding"] = stats.outstanding;
+    result["free"] = stats.free;
+    result["high_water"] = stats.high_water;
+    return result;
+}
+
+// The start of every NumPy array object: stable since NumPy's first release, and all that is needed here.
+struct ArrayHead {
+    PyObject head;
+    void* data;
+};
+
+// numpy.ndarray, once it is known that ArrayHead describes it.
+PyTypeObject* array_type() {
+    nb::object numpy = nb::module_::import_("numpy");
+    nb::object probe = numpy.attr("zeros")(1);
+    const nb::object expected = probe.attr("__array_interface__")["data"][0];
+    if (nb::cast<Address>(expected) != reinterpret_cast<Address>(reinterpret_cast<ArrayHead*>(probe.ptr())->data))
+        throw std::runtime_error("this NumPy lays out its arrays in an unknown way");
+    return reinterpret_cast<PyTypeObject*>(nb::object(numpy.attr("ndarray")).release().ptr());
+}
+
+Address address(nb::handle array) {
+    static PyTypeObject* const type = array_type();
+    if (!PyObject_TypeCheck(array.ptr(), type)) throw nb::type_error("address() takes a NumPy array");
+    return reinterpret_cast<Address>(reinterpret_cast<ArrayHead*>(array.ptr())->data);
+}
+
+void choose_from_environment() {
+    const char* name = std::getenv("GCCOMM_ISA");
+    if (name != nullptr && *name != '\0') choose_level(name);
+}
+
+}  // namespace
+}  // namespace gccomm
+
+NB_MODULE(_native, m) {
+    using namespace nb::literals;
+    using Released = nb::call_guard<nb::gil_scoped_release>;
+    namespace g = gccomm;
+    m.doc() = "Kernels on blocks of tensors; see gccomm.kernels.";
+    m.def("maxima", &g::maxima, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "out"_a, Released());
+    m.def("encode", &g::encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a, "width"_a,
+          "limit"_a, "shift"_a, "check"_a = 0, Released());
+    m.def("decode", &g::decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a, "width"_a,
+          "limit"_a, "n"_a, "subtract"_a, "mean"_a, "stream"_a, "check"_a = 0, "energy"_a = 0, Released());
+    m.def("exact_encode", &g::exact_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
+          "n"_a, Released());
+    m.def("exact_decode", &g::exact_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
+          "n"_a, "mean"_a, Released());
+    m.def("int_range", &g::int_range, "table"_a, "nseg"_a, "out"_a, Released());
+    m.def("int_encode", &g::int_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "words"_a, "word_base"_a, Released());
+    m.def("int_decode", &g::int_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "words"_a, "word_base"_a, "n"_a,
+          Released());
+    m.def("float_encode", &g::float_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "buffer"_a, "wire"_a, Released());
+    m.def("float_decode", &g::float_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "buffer"_a, "wire"_a, "n"_a, "mean"_a,
+          "stream"_a, Released());
+    m.def("nonfinite", &g::nonfinite, "table"_a, "nseg"_a, "lo"_a, "hi"_a, Released());
+    m.def("reduce_op", &g::reduce_op, "name"_a);
+    m.def("pool_empty", &g::pool_empty, "nbytes"_a);
+    m.def("pool_stats", &g::pool_stats);
+    m.def("pool_trim", [] { g::Pool::instance().trim(); });
+    m.def("address", &g::address, "array"_a);
+    m.def("isas", &g::usable_levels);
+    m.def("isa", &g::current_level);
+    m.def("set_isa", &g::choose_level, "name"_a);
+    g::choose_from_environment();
+}

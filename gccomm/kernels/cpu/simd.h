@@ -1,0 +1,133 @@
+// Vectors of the machine's width, and the few operations that need an instruction by name.
+#pragma once
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "../core.h"
+
+namespace gccomm::GCCOMM_LEVEL {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+constexpr int kLanes = kVectorBytes / 4;  // 32-bit lanes of a vector
+constexpr int kLine = 16;                 // floats of a cache line; loops go by lines
+constexpr int kPad = 2 * kLine;           // coordinates that a staged block may run over its end
+
+typedef float F __attribute__((vector_size(kVectorBytes)));
+typedef i32 I __attribute__((vector_size(kVectorBytes)));
+typedef u32 U __attribute__((vector_size(kVectorBytes)));
+typedef i64 I64 __attribute__((vector_size(kVectorBytes)));
+typedef u16 U16 __attribute__((vector_size(kVectorBytes / 2)));  // as many lanes as U
+typedef u16 W16 __attribute__((vector_size(kVectorBytes)));      // as many bytes as U
+
+template <class V>
+GCCOMM_FN V load(const void* address) {
+    V v;
+    __builtin_memcpy(&v, address, sizeof v);
+    return v;
+}
+
+template <class V>
+GCCOMM_FN void store(void* address, V v) {
+    __builtin_memcpy(address, &v, sizeof v);
+}
+
+GCCOMM_FN void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+
+GCCOMM_FN U iota() {
+    U v{};
+    for (int i = 0; i < kLanes; i++) v[i] = static_cast<u32>(i);
+    return v;
+}
+
+GCCOMM_FN I iota_int() { return (I)iota(); }
+
+GCCOMM_FN I larger(I a, I b) { return a > b ? a : b; }
+GCCOMM_FN I smaller(I a, I b) { return a < b ? a : b; }
+GCCOMM_FN U select(I mask, U yes, U no) { return ((U)mask & yes) | (~(U)mask & no); }
+
+// Nearest integer, ties to even; above the range the largest allowed value, below it a value of at most its negative.
+GCCOMM_FN I round_fixed_vector(F x) {
+#if defined(__AVX512F__)
+    return (I)_mm512_cvtps_epi32(_mm512_min_ps((__m512)x, _mm512_set1_ps(kMaxFixed)));
+#elif defined(__AVX2__)
+    return (I)_mm256_cvtps_epi32(_mm256_min_ps((__m256)x, _mm256_set1_ps(kMaxFixed)));
+#elif defined(__SSE2__)
+    return (I)_mm_cvtps_epi32(_mm_min_ps((__m128)x, _mm_set1_ps(kMaxFixed)));
+#else
+    I y{};
+    for (int i = 0; i < kLanes; i++) {
+        const float above = x[i] < -kMaxFixed ? -kMaxFixed : x[i];
+        y[i] = static_cast<i32>(__builtin_rintf(above < kMaxFixed ? above : kMaxFixed));
+    }
+    return y;
+#endif
+}
+
+// A store that goes round the caches; the address must be a multiple of the vector's size.
+GCCOMM_FN void stream(void* address, U v) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(static_cast<__m512i*>(address), (__m512i)v);
+#elif defined(__AVX2__)
+    _mm256_stream_si256(static_cast<__m256i*>(address), (__m256i)v);
+#elif defined(__SSE2__)
+    _mm_stream_si128(static_cast<__m128i*>(address), (__m128i)v);
+#else
+    store(address, v);
+#endif
+}
+
+GCCOMM_FN void stream_fence() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
+// Vector operations for the templates of core.h.
+struct VectorOps {
+    using F = GCCOMM_LEVEL::F;
+    using I = GCCOMM_LEVEL::I;
+    using U = GCCOMM_LEVEL::U;
+    static GCCOMM_FN I round_fixed(F x) { return round_fixed_vector(x); }
+    static GCCOMM_FN I as_int(U x) { return (I)x; }
+    static GCCOMM_FN I clamp(I x, i32 limit) {
+        const I high = I{} + limit;
+        return larger(smaller(x, high), -high);
+    }
+    // x * n, of which the upper half of each lane must be ((x >> 16) * n) mod 2^16.
+    static GCCOMM_FN U times_upper(U x, u32 n) { return (U)((W16)x * static_cast<u16>(n)); }
+};
+
+// Round to nearest even with subnormals kept, whatever the caller's thread has set; put back at the end.
+class FloatEnvironment {
+   public:
+#if defined(__SSE2__)
+    FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+    ~FloatEnvironment() { _mm_setcsr(saved_); }
+
+   private:
+    unsigned saved_;
+#elif defined(__aarch64__)
+    FloatEnvironment() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+        __asm__ volatile("msr fpcr, %0" : : "r"(u64{0}));
+    }
+    ~FloatEnvironment() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+   private:
+    u64 saved_ = 0;
+#else
+    FloatEnvironment() {}
+    ~FloatEnvironment() {}
+#endif
+    FloatEnvironment(const FloatEnvironment&) = delete;
+    FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+};
+
+}  // namespace gccomm::GCCOMM_LEVEL

@@ -1,0 +1,88 @@
+// What the Python side and all instruction-set levels share: the segment record, dtype codes, the dispatch table.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace gccomm {
+
+enum class DType : std::uint8_t {
+    float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8, uint16, uint32, uint64, boolean
+};
+
+// A run of blocks of one tensor; mirrors SEGMENT in table.py.
+struct Segment {
+    std::uint64_t src, dst, res_in, res_out;  // addresses of the tensor's first element; 0: absent (src: zeros)
+    std::int64_t size, row;                   // coordinates of the tensor, and of one row
+    std::int64_t block0, nblocks;             // first block in the tensor, number of blocks
+    std::int64_t base, word0;                 // place of the first block, and of its words, in the batch
+    std::uint32_t key0, key1;                 // step key of the tensor
+    DType dtype;
+    std::uint8_t width, digits;  // integers: lane width, or number of 16-bit digits
+    std::uint8_t unused[5];
+};
+static_assert(sizeof(Segment) == 96 && offsetof(Segment, key0) == 80 && offsetof(Segment, dtype) == 88);
+
+// Blocks lo <= block < hi of a batch, and where their words lie.
+struct Batch {
+    const Segment* table;
+    std::int64_t segments, lo, hi;
+};
+
+struct Words {
+    std::uint32_t* data;  // words of block lo
+    std::int64_t base;    // their offset in the batch
+};
+
+struct EncodeArgs {
+    const std::uint32_t* scales;  // of the whole batch
+    Words words;
+    int width;
+    std::int32_t limit;
+    std::uint32_t shift;
+    std::uint32_t* check;  // two words a block from block lo on, or null
+};
+
+struct DecodeArgs {
+    const std::uint32_t* scales;
+    Words words;
+    int width;
+    std::int32_t limit;
+    std::int64_t n;
+    bool subtract, mean, stream;
+    std::uint32_t* check;
+    float* energy;  // one a block from block lo on, or null
+};
+
+struct ExactArgs {
+    const std::uint32_t* scales;
+    Words words;
+    std::int64_t n;
+    bool mean;
+};
+
+struct FloatArgs {
+    void* buffer;  // values of block lo
+    DType wire;
+    std::int64_t n;
+    bool mean, stream;
+};
+
+using ReduceFunction = void (*)(void* in, void* inout, int* length, void* datatype);
+
+// One per instruction-set level.
+struct Kernels {
+    void (*maxima)(const Batch&, std::uint32_t* out);
+    void (*encode)(const Batch&, const EncodeArgs&);
+    void (*decode)(const Batch&, const DecodeArgs&);
+    void (*exact_encode)(const Batch&, const ExactArgs&);
+    void (*exact_decode)(const Batch&, const ExactArgs&);
+    void (*int_range)(const Segment* table, std::int64_t segments, std::uint32_t* out);
+    void (*int_encode)(const Batch&, const Words&);
+    std::int64_t (*int_decode)(const Batch&, const Words&);  // how many sums do not fit
+    void (*float_encode)(const Batch&, const FloatArgs&);
+    void (*float_decode)(const Batch&, const FloatArgs&);
+    bool (*nonfinite)(const Batch&);
+    ReduceFunction add_bfloat16, add_float16;
+};
+
+}  // namespace gccomm

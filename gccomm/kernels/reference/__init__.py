@@ -1,0 +1,68 @@
+"""The specification of the kernels, as pure functions over an array namespace.
+
+The same lines run under ``numpy``, where they are what the C++ kernels are compared with word for word, and
+under ``jax.numpy`` inside ``jax.jit``, where they are the in-graph path.  The first argument of a function is
+the namespace; arrays have shape (blocks, length), all blocks of one length.  There are no in-place writes, no
+boolean masks and no Python branch on values, so that step keys, block numbers, rank shift and scales may be
+traced; widths, limits, the number of ranks and flags are Python values.  Under JAX everything is 32 bits
+wide, and float64 and 64-bit integers exist under NumPy only.
+
+XLA reads subnormal numbers as zero and flushes them: there, equality with NumPy holds for blocks whose
+maximum is 2**-90 or more, or exactly zero.
+"""
+
+from __future__ import annotations
+
+from gccomm.kernels.reference.exact import exact_decode, exact_encode
+from gccomm.kernels.reference.floats import float_decode, float_encode
+from gccomm.kernels.reference.hashing import block_keys, check_words, coordinate_hash, fmix
+from gccomm.kernels.reference.integers import integer_decode, integer_encode, integer_range
+from gccomm.kernels.reference.packing import pack, unpack
+from gccomm.kernels.reference.quantise import (
+    Encoded,
+    block_energy,
+    centred_sums,
+    decode,
+    dequantise,
+    encode,
+    quantise,
+)
+from gccomm.kernels.reference.scales import (
+    add_residual,
+    maxima,
+    narrow,
+    nonfinite,
+    split_scale,
+    usable,
+    widen,
+)
+
+__all__ = [
+    "Encoded",
+    "add_residual",
+    "block_energy",
+    "block_keys",
+    "centred_sums",
+    "check_words",
+    "coordinate_hash",
+    "decode",
+    "dequantise",
+    "encode",
+    "exact_decode",
+    "exact_encode",
+    "float_decode",
+    "float_encode",
+    "fmix",
+    "integer_decode",
+    "integer_encode",
+    "integer_range",
+    "maxima",
+    "narrow",
+    "nonfinite",
+    "pack",
+    "quantise",
+    "split_scale",
+    "unpack",
+    "usable",
+    "widen",
+]

@@ -1,0 +1,72 @@
+"""The table of segments that describes a batch of tensor blocks to the native kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = ["DTYPES", "DTYPE_CODES", "SEGMENT"]
+
+DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "bool",
+)
+"""Names of the dtypes that the kernels know, in the order of their codes."""
+
+DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
+"""Code of each dtype in the ``dtype`` field of a segment."""
+
+SEGMENT = np.dtype(
+    {
+        "names": [
+            "src",
+            "dst",
+            "res_in",
+            "res_out",
+            "size",
+            "row",
+            "block0",
+            "nblocks",
+            "base",
+            "word0",
+            "key0",
+            "key1",
+            "dtype",
+            "width",
+            "digits",
+        ],
+        "formats": ["<u8"] * 4 + ["<i8"] * 6 + ["<u4"] * 2 + ["u1"] * 3,
+        "offsets": [*range(0, 80, 8), 80, 84, 88, 89, 90],
+        "itemsize": 96,
+    }
+)
+"""One run of blocks of a tensor; a 1-D C-contiguous array of these is a batch.
+
+Fields
+------
+src, dst, res_in, res_out
+    Addresses of the tensor's first element: input, result, old and new residual. 0: absent (an absent input
+    counts as zeros).
+size, row
+    Coordinates of the whole tensor and of one row; rows are cut into blocks of 1024, the last one short.
+block0, nblocks
+    Number of the first block in the tensor, and how many blocks there are.
+base, word0
+    Number of the first block in the batch, and place of its words among those of the batch.
+key0, key1
+    Step key of the tensor, from :func:`gccomm.noise.step_key`.
+dtype
+    One of :data:`DTYPE_CODES`.
+width, digits
+    Integers only: lane width in bits, or number of 16-bit digits (0: lanes).
+"""

@@ -1,0 +1,163 @@
+"""From leaves to blocks to pieces: pure functions of keys, shapes, dtypes, codecs and the number of ranks.
+
+Blocks belong to the tensor, so a result does not depend on how tensors are fused. A *piece* is what travels
+in one message: consecutive ranges of blocks of one or more tensors, small enough to stay in the caches
+between encode, wire and decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from gccomm.codecs.base import Codec
+
+__all__ = ["BLOCK", "PIECE_COORDINATES", "SPAN", "Geometry", "LeafSpec", "Range", "cut"]
+
+BLOCK = 1024  # coordinates that share a scale
+SPAN = 64  # blocks of one tensor that are checked together
+MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
+PIECE_COORDINATES = 512 * 1024
+
+_ITEM_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4}
+_ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a tensor of ``size`` coordinates in rows of ``row`` is cut into blocks."""
+
+    size: int
+    row: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> Geometry:
+        """Return the geometry of a tensor of this shape."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        last = shape[-1] if shape else 1
+        return cls(size, last if last >= MIN_ROW and size else max(size, 1))
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Blocks in a row, the last one short."""
+        return -(-self.row // BLOCK)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the tensor."""
+        return self.size // self.row * self.blocks_per_row
+
+    def offset(self, block: int) -> int:
+        """Return the first coordinate of ``block`` (the size for the block after the last)."""
+        row, within = divmod(block, self.blocks_per_row)
+        return row * self.row + within * BLOCK
+
+    def fit(self, block: int, room: int) -> int:
+        """Return how many whole blocks from ``block`` on hold at most ``room`` coordinates."""
+        end = self.offset(block) + room
+        if end >= self.size:
+            return self.blocks - block
+        row, within = divmod(end, self.row)
+        return row * self.blocks_per_row + within // BLOCK - block
+
+    def lengths(self, block: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the lengths of ``count`` blocks from ``block`` on, int64."""
+        within = np.arange(block, block + count, dtype=np.int64) % self.blocks_per_row
+        return np.minimum(BLOCK, self.row - within * BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """One array of the tree, as all ranks must agree on it.
+
+    ``shape`` is the user's, ``row_shape`` the one that is cut (complex numbers as pairs). ``route`` is the
+    codec that carries it: its own, or the exact ones for integers and small tensors.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    row_shape: tuple[int, ...]
+    route: Codec
+    mean: bool
+    feedback: bool = False
+
+    def text(self) -> str:
+        """Return one line that is equal on all ranks."""
+        op = "mean" if self.mean else "sum"
+        extent = "x".join(map(str, self.shape)) or "scalar"
+        kind = f"complex of {self.dtype}" if self.row_shape != self.shape else self.dtype
+        return f"{self.key!r}: {kind}[{extent}], {op}, {self.route!r}" + (
+            ", error feedback" if self.feedback else ""
+        )
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one coordinate."""
+        return _ITEM_BYTES[self.dtype]
+
+
+class Range(NamedTuple):
+    """Blocks ``start`` to ``start + blocks`` of leaf number ``leaf``."""
+
+    leaf: int
+    start: int
+    blocks: int
+
+
+def cut(
+    specs: Sequence[LeafSpec], piece_coordinates: int = PIECE_COORDINATES, bucket_bytes: int = 25 << 20
+) -> list[list[Range]]:
+    """Cut the leaves, in order, into pieces.
+
+    Parameters
+    ----------
+    specs : sequence of LeafSpec
+        The leaves.
+    piece_coordinates : int
+        Most coordinates a piece holds, weighted by the words that they may need; a block is never cut.
+    bucket_bytes : int
+        Most bytes of input that are fused into one piece.
+    """
+    pieces: list[list[Range]] = []
+    piece: list[Range] = []
+    room, room_bytes = piece_coordinates, bucket_bytes
+    for leaf, spec in enumerate(specs):
+        for start, count, full in _ranges(spec, piece, (room, room_bytes), (piece_coordinates, bucket_bytes)):
+            if full:
+                pieces.append(piece)
+                piece = []
+                room, room_bytes = piece_coordinates, bucket_bytes
+            geometry = Geometry.of(spec.row_shape)
+            taken = geometry.offset(start + count) - geometry.offset(start)
+            piece.append(Range(leaf, start, count))
+            room -= taken * spec.route.weight(spec.item_bytes)
+            room_bytes -= taken * spec.item_bytes
+    if piece:
+        pieces.append(piece)
+    return pieces
+
+
+def _ranges(
+    spec: LeafSpec, piece: list[Range], room: tuple[int, int], whole: tuple[int, int]
+) -> Iterator[tuple[int, int, bool]]:
+    """Yield (first block, blocks, begins a new piece) for one leaf; ``room`` is what is left in ``piece``."""
+    geometry, weight = Geometry.of(spec.row_shape), spec.route.weight(spec.item_bytes)
+    fresh, start = not piece, 0
+    while start < geometry.blocks:
+        count = geometry.fit(start, max(0, min(room[0] // weight, room[1] // spec.item_bytes)))
+        if count <= 0 and not fresh:
+            room, fresh = whole, True
+            count = geometry.fit(start, min(room[0] // weight, room[1] // spec.item_bytes))
+            yield start, max(count, 1), True
+        else:
+            yield start, max(count, 1), start > 0
+        start += max(count, 1)
+        room, fresh = whole, True

@@ -1,0 +1,121 @@
+"""A plan: everything about a call that follows from its layout, made once and reused while the layout stays.
+
+Per call only pointers and noise keys are filled in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm.agreement import digest
+from gccomm.kernels.table import DTYPE_CODES, SEGMENT
+from gccomm.layout import PIECE_COORDINATES, Geometry, LeafSpec, Range, cut
+from gccomm.noise import step_key, tensor_key
+from gccomm.operand import Operand
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """Pieces, operands and the table of segments of one layout.
+
+    Parameters
+    ----------
+    specs : sequence of LeafSpec
+        The leaves, in tree order.
+    size : int
+        Number of ranks n.
+    seed : int
+        Seed of the noise.
+    piece_coordinates, bucket_bytes : int
+        See :func:`gccomm.layout.cut`.
+    nones : sequence of str
+        Keys that are None on all ranks: part of the layout, nothing to send.
+
+    Raises
+    ------
+    NegotiationError
+        A codec cannot serve n ranks.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LeafSpec],
+        size: int,
+        seed: int = 0,
+        piece_coordinates: int = PIECE_COORDINATES,
+        bucket_bytes: int = 25 << 20,
+        nones: Sequence[str] = (),
+    ) -> None:
+        self.specs, self.nones = tuple(specs), tuple(nones)
+        self.geometries = [Geometry.of(spec.row_shape) for spec in specs]
+        for codec in {spec.route for spec in specs}:
+            codec.require_size(size)
+        self.layout = digest("\n".join(self.lines()))
+        self.keys = [tensor_key(s.key, seed) for s in specs]
+        self._step = -1
+        pieces = [_group(ranges, self.specs) for ranges in cut(specs, piece_coordinates, bucket_bytes)]
+        segments = [segment for batches in pieces for batch in batches for segment in batch]
+        self.leaf_of = np.array([s.leaf for s in segments], dtype=np.int64)
+        self.table = _table(segments, self.specs)
+        self.pieces = self._operands(pieces)
+        self.operands = [operand for piece in self.pieces for operand in piece]
+        self.agree_words = [sum(x.blocks for x in piece) for piece in self.pieces]
+        self.result_bytes = sum(g.size * s.item_bytes for g, s in zip(self.geometries, specs, strict=True))
+
+    def lines(self) -> list[str]:
+        """Return one line a leaf: what the layout digest covers."""
+        return [spec.text() for spec in self.specs] + [f"{key!r}: None" for key in self.nones]
+
+    def _operands(self, pieces: list[list[list[Range]]]) -> list[list[Operand]]:
+        made, position = [], 0
+        for batches in pieces:
+            operands = []
+            for batch in batches:
+                table = self.table[position : position + len(batch)]
+                operands.append(Operand(self.specs[batch[0].leaf].route, self.specs, batch, table))
+                position += len(batch)
+            made.append(operands)
+        return made
+
+    def bind(
+        self,
+        step: int,
+        src: npt.NDArray[np.uint64],
+        dst: npt.NDArray[np.uint64],
+        residuals: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None,
+    ) -> None:
+        """Fill in this call's addresses (one a leaf, 0: absent) and noise keys."""
+        self.table["src"], self.table["dst"] = src[self.leaf_of], dst[self.leaf_of]
+        if residuals is not None:
+            self.table["res_in"], self.table["res_out"] = (r[self.leaf_of] for r in residuals)
+        if step != self._step:
+            keys = [step_key(a, b, step) for a, b in self.keys]
+            both = np.array(keys, dtype=np.uint32).reshape(-1, 2)[self.leaf_of]
+            self.table["key0"], self.table["key1"] = both[:, 0], both[:, 1]
+            self._step = step
+
+
+def _group(ranges: Sequence[Range], specs: Sequence[LeafSpec]) -> list[list[Range]]:
+    """Collect the ranges of a piece that one operand can carry: same codec, op and scale format."""
+    batches: dict[object, list[Range]] = {}
+    for r in ranges:
+        spec = specs[r.leaf]
+        batches.setdefault((spec.route, spec.mean, spec.dtype == "float64"), []).append(r)
+    return list(batches.values())
+
+
+def _table(segments: Sequence[Range], specs: Sequence[LeafSpec]) -> npt.NDArray[np.void]:
+    table = np.zeros(len(segments), dtype=SEGMENT)
+    if not segments:
+        return table
+    geometries = [Geometry.of(spec.row_shape) for spec in specs]
+    table["size"] = [geometries[s.leaf].size for s in segments]
+    table["row"] = [geometries[s.leaf].row for s in segments]
+    table["block0"] = [s.start for s in segments]
+    table["nblocks"] = [s.blocks for s in segments]
+    table["dtype"] = [DTYPE_CODES[specs[s.leaf].dtype] for s in segments]
+    return table

@@ -1,0 +1,199 @@
+"""``Reducer``: a stream of reductions of the same tree, with state per key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gccomm.codecs import Codec, get_codec
+from gccomm.communicator import Communicator, check_options
+from gccomm.reduction import Options, Reduction, pattern_choice
+from gccomm.stats import Stats
+
+__all__ = ["Reducer"]
+
+STATE_VERSION = 1
+
+
+class Reducer:
+    """Reduce a tree of arrays step after step.
+
+    Arguments must be equal on all ranks, and reducers must be made in the same order on all ranks; both are
+    checked at the first call. Making one is not collective.
+
+    Parameters
+    ----------
+    codec : str, Codec, or mapping of str to these
+        Codec for every key, or patterns (``fnmatch`` style, the first match wins) to codecs; keys that no
+        pattern matches use "uniform".
+    comm : Communicator, optional
+        Default: that of :func:`gccomm.init`.
+    op : str or mapping of str to str
+        "mean" or "sum", or patterns to these (others: "mean"). Integers need "sum".
+    error_feedback : bool, optional
+        Add what quantisation lost to the next step's input, per key. Default: on for biased codecs, off for
+        unbiased ones. The residual is in the units of the input: feed gradients with the loss scale already
+        divided out.
+    bucket_bytes : int
+        Most bytes of input fused into one message; results do not depend on it.
+    exact_below : int
+        Arrays with fewer coordinates travel exactly, in two words a coordinate.
+    seed : int
+        Seed of the rounding noise.
+    nonfinite : str
+        "propagate" (a block with inf or NaN becomes NaN on all ranks) or "raise".
+
+    Attributes
+    ----------
+    stats : Stats
+        Figures of the last step.
+    step : int
+        Number of the next step.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> reducer = Reducer("uniform", op="mean")
+    >>> grads = reducer({"w": np.ones((64, 64), np.float32), "b": np.zeros(3, np.float32)})
+    >>> grads["b"]
+    array([0., 0., 0.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        codec: str | Codec | Mapping[str, str | Codec] = "uniform",
+        *,
+        comm: Communicator | None = None,
+        op: str | Mapping[str, str] = "mean",
+        error_feedback: bool | None = None,
+        bucket_bytes: int = 25 << 20,
+        exact_below: int = 1024,
+        seed: int = 0,
+        nonfinite: str = "propagate",
+    ) -> None:
+        _check_bucket_bytes(bucket_bytes)
+        _check_feedback(error_feedback)
+        _check_seed(seed)
+        ops = dict(op) if isinstance(op, Mapping) else {"*": op}
+        for value in ops.values():
+            check_options(value, exact_below, nonfinite)
+        if isinstance(codec, Mapping):
+            codecs: Any = {pattern: get_codec(value) for pattern, value in codec.items()}
+        else:
+            codecs = get_codec(codec)
+        options = Options(
+            pattern_choice(codecs, "codec", get_codec("uniform")),
+            pattern_choice(ops, "op", "mean"),
+            lambda _key, chosen: chosen.biased if error_feedback is None else error_feedback,
+            exact_below,
+            nonfinite,
+            seed,
+            bucket_bytes,
+            measure=True,
+        )
+        if comm is None:
+            from gccomm.api import current
+
+            comm = current()
+        self.comm = comm
+        self._reduction = Reduction(options, reducer=comm.next_reducer(), remember=True)
+        self.stats = Stats()
+
+    @property
+    def step(self) -> int:
+        """Number of the next step."""
+        return self._reduction.step
+
+    def __call__(self, tree: Any, *, out: Any = None) -> Any:
+        """Reduce ``tree`` over the ranks; collective.
+
+        Parameters
+        ----------
+        tree : array, scalar or tree
+            Keys, shapes and dtypes equal on all ranks. None for a key that was reduced before counts as
+            zeros; None on all ranks stays None.
+        out : optional
+            Arrays to write the results into, a tree like ``tree``.
+
+        Returns
+        -------
+        tree
+            Results, in the structure, library and dtypes of ``tree``.
+
+        Raises
+        ------
+        MismatchError
+            Ranks differ in anything that must be equal.
+        NonFiniteError
+            With ``nonfinite="raise"``.
+        OverflowError
+            A sum of integers does not fit their dtype.
+        """
+        attempt = self._reduction.start(tree, self.comm._place, out=out)
+        result = self.comm.transact(attempt)
+        self.stats = self.comm.stats
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, copied: step, layouts and residuals (NumPy arrays by key). Not
+        collective.
+        """
+        r = self._reduction
+        return {
+            "version": STATE_VERSION,
+            "step": r.step,
+            "seed": r.options.seed,
+            "residuals": {key: value.copy() for key, value in r.residuals.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` of the same rank returned. Not collective.
+
+        Raises
+        ------
+        ValueError
+            The state is of another version or seed, or malformed.
+        """
+        missing = {"version", "step", "seed", "residuals"} - set(state)
+        if missing or state["version"] != STATE_VERSION:
+            msg = (
+                f"not a reducer state of version {STATE_VERSION}: it lacks {sorted(missing)}"
+                if missing
+                else (f"reducer state has version {state['version']!r}, expected {STATE_VERSION}")
+            )
+            raise ValueError(msg)
+        if state["seed"] != self._reduction.options.seed:
+            msg = f"the state was made with seed {state['seed']!r}, this reducer has {self._reduction.options.seed!r}"
+            raise ValueError(msg)
+        residuals = {}
+        for key, value in state["residuals"].items():
+            array = np.array(value)
+            if array.dtype not in (np.float32, np.float64) or array.ndim != 1:
+                msg = f"residual of {key!r} must be flat float32 or float64, got {array.dtype}{list(array.shape)}"
+                raise ValueError(msg)
+            residuals[key] = array
+        self._reduction.step = int(state["step"])
+        self._reduction.residuals = residuals
+
+    def __repr__(self) -> str:
+        return f"<gccomm.Reducer number {self._reduction.reducer}, step {self.step}, on {self.comm!r}>"
+
+
+def _check_bucket_bytes(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        msg = f"`bucket_bytes` must be a positive number of bytes, got {value!r}"
+        raise ValueError(msg)
+
+
+def _check_feedback(value: object) -> None:
+    if not (value is None or isinstance(value, bool)):
+        msg = f"`error_feedback` must be True, False or None, got {value!r}"
+        raise TypeError(msg)
+
+
+def _check_seed(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        msg = f"`seed` must be an integer, got {value!r}"
+        raise TypeError(msg)

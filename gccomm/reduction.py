@@ -1,0 +1,368 @@
+"""One rank's side of a reduction: from the user's tree to a bound plan, and from sums back to the user's
+tree.
+
+A :class:`Reduction` holds options and per-key state; :meth:`Reduction.start` prepares a call without
+communicating. Whatever fails there is not raised but carried into the agreement, so that every rank raises
+it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm import arrays, kernels, trees
+from gccomm.agreement import Call
+from gccomm.codecs.base import Codec
+from gccomm.codecs.exact import Integers, TwoWords
+from gccomm.engine import Job, Outcome, reduce
+from gccomm.errors import NonFiniteError
+from gccomm.lanes import rank_shift
+from gccomm.layout import PIECE_COORDINATES, LeafSpec
+from gccomm.plan import Plan
+from gccomm.steps import Buffer, Context
+from gccomm.transfers import Transfer
+
+__all__ = ["Attempt", "Options", "Place", "Reduction"]
+
+STREAM_BYTES = 8 << 20  # results larger than this are written past the caches
+PLAN_CACHE = 16
+FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+_STORAGE = {"bfloat16": np.dtype(np.uint16)}
+_TWO_WORDS, _INTEGERS = TwoWords(), Integers()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands: its number, the number of ranks, and whether they share one host."""
+
+    rank: int
+    size: int
+    one_host: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What must be equal on all ranks of a reduction besides the arrays themselves.
+
+    ``codec``, ``op`` and ``feedback`` give the choice for a key.
+    """
+
+    codec: Callable[[str], Codec]
+    op: Callable[[str], str]
+    feedback: Callable[[str, Codec], bool] = field(default=lambda _key, _codec: False)
+    exact_below: int = 1024
+    nonfinite: str = "propagate"
+    seed: int = 0
+    bucket_bytes: int = 25 << 20
+    piece_coordinates: int = PIECE_COORDINATES
+    measure: bool = False
+
+    def text(self) -> str:
+        """Return the options that no leaf carries, for the agreement."""
+        return (
+            f"exact_below={self.exact_below}, nonfinite={self.nonfinite!r}, seed={self.seed}, "
+            f"bucket_bytes={self.bucket_bytes}, piece_coordinates={self.piece_coordinates}"
+        )
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """A leaf of this call: its spec's parts, and its view where this rank has a value."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    row_shape: tuple[int, ...]
+    view: arrays.View | None
+
+
+class Reduction:
+    """Options, plans and per-key state of a stream of reductions.
+
+    Attributes
+    ----------
+    step : int
+        Number of the next call; advances only when a call succeeded, on all ranks alike.
+    residuals : dict of str to array
+        What error feedback carries over, by key.
+    known : dict of str to tuple
+        Layout of every key seen, where ``remember`` is set.
+    """
+
+    def __init__(self, options: Options, *, reducer: int = 0, remember: bool = False) -> None:
+        self.options, self.reducer, self.remember = options, reducer, remember
+        self.step = 0
+        self.residuals: dict[str, npt.NDArray[np.floating[Any]]] = {}
+        self.known: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[Buffer], Any]]] = {}
+        self._plans: dict[object, Plan] = {}
+
+    def start(self, tree: Any, place: Place, *, out: Any = None) -> Attempt:
+        """Prepare a call on ``tree``; communicates nothing and raises nothing but interrupts."""
+        attempt = Attempt(self, place)
+        try:
+            attempt.prepare(tree, out)
+        except Exception as error:
+            attempt.call.error = error
+        return attempt
+
+    def plan(self, leaves: Sequence[_Leaf], nones: tuple[str, ...], size: int) -> Plan:
+        """Return the plan for these leaves, from the cache where the layout was seen before."""
+        options = self.options
+        signature = (tuple((x.key, x.dtype, x.shape, x.row_shape) for x in leaves), nones, size)
+        plan = self._plans.pop(signature, None)
+        if plan is None:
+            specs = [self._spec(x) for x in leaves]
+            plan = Plan(specs, size, options.seed, options.piece_coordinates, options.bucket_bytes, nones)
+            while len(self._plans) >= PLAN_CACHE:
+                self._plans.pop(next(iter(self._plans)))
+        self._plans[signature] = plan  # most recently used last
+        return plan
+
+    def _spec(self, leaf: _Leaf) -> LeafSpec:
+        codec, op = self.options.codec(leaf.key), self.options.op(leaf.key)
+        if leaf.dtype not in FLOATS:
+            if op == "mean":
+                msg = (
+                    f"the mean of integers is not an integer: {leaf.key!r} is {leaf.dtype}{list(leaf.shape)}; "
+                    'use op="sum" or convert to a float dtype'
+                )
+                raise TypeError(msg)
+            return LeafSpec(leaf.key, leaf.dtype, leaf.shape, leaf.row_shape, _INTEGERS, mean=False)
+        size = int(np.prod(leaf.row_shape, dtype=np.int64))
+        exact = codec.lossy and size < self.options.exact_below
+        feedback = not exact and self.options.feedback(leaf.key, codec)
+        route = _TWO_WORDS if exact else codec
+        return LeafSpec(leaf.key, leaf.dtype, leaf.shape, leaf.row_shape, route, op == "mean", feedback)
+
+
+class Attempt:
+    """One call of a :class:`Reduction` on one rank."""
+
+    def __init__(self, reduction: Reduction, place: Place) -> None:
+        self.reduction, self.place = reduction, place
+        self.call = Call(
+            "compressed_allreduce", reduction.reducer, reduction.step, policy=reduction.options.text()
+        )
+        self.job: Job | None = None
+        self._leaves: list[_Leaf] = []
+        self._slots: list[int] = []  # position of each leaf among the tree's leaves
+        self._values: list[Any] = []
+        self._results: list[Buffer] = []
+        self._outs: list[arrays.View | None] = []
+        self._residuals: dict[str, Buffer] = {}
+        self._treedef: Any = None
+
+    def prepare(self, tree: Any, out: Any) -> None:
+        """Look at the arrays, plan, allocate and bind."""
+        keys, values, self._treedef = trees.flatten(tree)
+        self._values = list(values)
+        nones = self._look(keys, values)
+        plan = self.reduction.plan(self._leaves, nones, self.place.size)
+        self.call.layout, self.call.leaves = plan.layout, plan.lines
+        self.call.missing = any(leaf.view is None for leaf in self._leaves)
+        self._outs = self._look_at_out(out, keys)
+        self._bind(plan)
+        self._check_finite(plan)
+
+    def transfers(self) -> Generator[Transfer, None, Outcome]:
+        """Return the engine's generator for this call."""
+        return reduce(self.call, self.job, self.place.rank, self.place.size)
+
+    def _look(self, keys: Sequence[str], values: Sequence[Any]) -> tuple[str, ...]:
+        """Make views of the leaves; return the keys that are None and unknown."""
+        nones = []
+        for slot, (key, value) in enumerate(zip(keys, values, strict=True)):
+            if value is not None:
+                try:
+                    view = arrays.view(value)
+                except (TypeError, ValueError, BufferError, OverflowError) as error:
+                    where = f"array {key!r}: " if key else ""
+                    raise type(error)(f"{where}{error}") from error
+                leaf = _Leaf(key, view.dtype, view.shape, view.row_shape, view)
+            elif key in self.reduction.known:
+                dtype, shape, row_shape, _ = self.reduction.known[key]
+                leaf = _Leaf(key, dtype, shape, row_shape, None)
+            else:
+                nones.append(key)
+                continue
+            self._leaves.append(leaf)
+            self._slots.append(slot)
+        return tuple(nones)
+
+    def _look_at_out(self, out: Any, keys: Sequence[str]) -> list[arrays.View | None]:
+        if out is None:
+            return [None] * len(self._leaves)
+        out_keys, out_values, _ = trees.flatten(out)
+        if list(out_keys) != list(keys):
+            msg = f"`out` must have the keys of the input, {list(keys)!r}, got {list(out_keys)!r}"
+            raise ValueError(msg)
+        views: list[arrays.View | None] = []
+        for leaf, slot in zip(self._leaves, self._slots, strict=True):
+            if leaf.view is None or out_values[slot] is None:
+                msg = f"`out` needs an array wherever the input has one: {leaf.key!r} has None"
+                raise ValueError(msg)
+            views.append(arrays.out_view(out_values[slot], leaf.view))
+        return views
+
+    def _bind(self, plan: Plan) -> None:
+        """Allocate results, residuals and scratch, and fill their addresses in."""
+        count = len(self._leaves)
+        src, dst, res_in, res_out = np.zeros((4, count), dtype=np.uint64)
+        integers = any(spec.dtype not in FLOATS for spec in plan.specs)
+        for i, (leaf, spec) in enumerate(zip(self._leaves, plan.specs, strict=True)):
+            src[i] = leaf.view.pointer if leaf.view is not None else 0
+            result = self._result(i, leaf, integers)
+            self._results.append(result)
+            dst[i] = kernels.address(result)
+            if spec.feedback:
+                res_in[i], res_out[i] = self._residual(leaf)
+        plan.bind(self.reduction.step, src, dst, (res_in, res_out))
+        self._direct(plan)
+        context = Context(
+            self.place.rank,
+            self.place.size,
+            rank_shift(self.place.rank, self.place.size),
+            stream=plan.result_bytes > STREAM_BYTES,
+            measure=self.reduction.options.measure,
+        )
+        have = [leaf.view is not None for leaf in self._leaves]
+        self.job = Job(plan, context, have, whole=not self.place.one_host)
+
+    def _result(self, i: int, leaf: _Leaf, integers: bool) -> Buffer:
+        """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""
+        out = self._outs[i]
+        if out is not None and not integers and not self._shifted(out):
+            return out.data
+        dtype = _STORAGE.get(leaf.dtype) or np.dtype(leaf.dtype)
+        size = int(np.prod(leaf.row_shape, dtype=np.int64))
+        return kernels.pool_empty(size * dtype.itemsize).view(dtype)
+
+    def _shifted(self, out: arrays.View) -> bool:
+        """Whether ``out`` overlaps an input other than coordinate by coordinate, or another ``out``."""
+        inputs = [leaf.view for leaf in self._leaves if leaf.view is not None]
+        others = [o for o in self._outs if o is not None and o is not out]
+        shifted = any(v.pointer != out.pointer and arrays.overlaps(out, v) for v in inputs)
+        return shifted or any(arrays.overlaps(out, o) for o in others)
+
+    def _residual(self, leaf: _Leaf) -> tuple[int, int]:
+        """Return the addresses of a key's residual and of the memory for the next one."""
+        dtype = np.dtype(np.float64 if leaf.dtype == "float64" else np.float32)
+        size = int(np.prod(leaf.row_shape, dtype=np.int64))
+        old = self.reduction.residuals.get(leaf.key)
+        if old is not None and (old.size != size or old.dtype != dtype):
+            warnings.warn(
+                f"the array {leaf.key!r} changed to {leaf.dtype}{list(leaf.shape)}: its error-feedback residual starts "
+                "again from zero",
+                stacklevel=6,
+            )
+            old = None
+        new = kernels.pool_empty(size * dtype.itemsize).view(dtype)
+        self._residuals[leaf.key] = new
+        return (kernels.address(old) if old is not None and size else 0), kernels.address(new)
+
+    def _direct(self, plan: Plan) -> None:
+        """Let a float sum read and write an array in place of a copy, where a piece is one range of one
+        array.
+        """
+        for x in plan.operands:
+            x.arrays, x.overflows, x.energy = None, 0, None
+            segment = x.segments[0]
+            view, spec = self._leaves[segment.leaf].view, plan.specs[segment.leaf]
+            if x.count == 1 and view is not None and not spec.feedback:
+                lo = plan.geometries[segment.leaf].offset(segment.start)
+                hi = plan.geometries[segment.leaf].offset(segment.start + segment.blocks)
+                x.arrays = view.data[lo:hi], self._results[segment.leaf][lo:hi]
+
+    def _check_finite(self, plan: Plan) -> None:
+        if self.reduction.options.nonfinite != "raise":
+            return
+        for x in plan.operands:
+            if plan.specs[x.segments[0].leaf].dtype in FLOATS and x.nonfinite():
+                names = sorted({plan.specs[s.leaf].key for s in x.segments})
+                msg = f"input holds inf or NaN in {', '.join(map(repr, names))}. Nothing was changed"
+                raise NonFiniteError(msg)
+
+    def finish(self, outcome: Outcome) -> Any:
+        """Take state over and return the result tree; raises the outcome's error instead, with nothing
+        changed.
+        """
+        self.job = None
+        if outcome.error is not None:
+            raise outcome.error
+        reduction, values = self.reduction, self._values
+        reduction.step += 1
+        for i, (leaf, slot) in enumerate(zip(self._leaves, self._slots, strict=True)):
+            if leaf.view is None and not outcome.present[i]:
+                self._residuals.pop(leaf.key, None)
+                continue
+            values[slot] = self._deliver(leaf, self._results[i], self._outs[i])
+            if reduction.remember and leaf.view is not None and not self._is_known(leaf):
+                reduction.known[leaf.key] = (leaf.dtype, leaf.shape, leaf.row_shape, _template(leaf.view))
+        if outcome.present is not None:  # a key that nobody had keeps its residual
+            absent = {x.key for x, here in zip(self._leaves, outcome.present, strict=True) if not here}
+            self._residuals = {k: v for k, v in self._residuals.items() if k not in absent}
+        reduction.residuals.update(self._residuals)
+        return trees.unflatten(self._treedef, values)
+
+    def _is_known(self, leaf: _Leaf) -> bool:
+        return self.reduction.known.get(leaf.key, ())[:3] == (leaf.dtype, leaf.shape, leaf.row_shape)
+
+    def _deliver(self, leaf: _Leaf, result: Buffer, out: arrays.View | None) -> Any:
+        if out is not None:
+            if out.data is not result:
+                out.data[...] = result
+            out.commit()
+            return out.owner
+        if leaf.view is None:
+            return self.reduction.known[leaf.key][3](result)
+        return leaf.view.wrap(result)
+
+
+def _template(view: arrays.View) -> Callable[[Buffer], Any]:
+    """Return the way from a result to the user's kind of object that keeps none of the user's memory
+    alive.
+    """
+    owner, nothing = view.owner, np.zeros(1, dtype=view.data.dtype)
+    if view.kind == "torch":
+        owner = owner.new_empty((0,))
+    elif view.kind == "numpy" and isinstance(owner, np.ndarray):
+        owner = np.empty(0, dtype=owner.dtype).view(type(owner))
+    elif view.kind == "jax":
+        owner = owner.reshape(-1)[:0]
+    elif view.kind in ("buffer", "dlpack"):
+        owner = None
+    return replace(view, data=np.broadcast_to(nothing, view.data.shape), owner=owner).wrap
+
+
+def pattern_choice(value: Any, name: str, default: Any) -> Callable[[str], Any]:
+    """Return the function from key to choice that a plain value or a mapping of patterns means.
+
+    Parameters
+    ----------
+    value : Any
+        One value for every key, or a mapping from pattern (``fnmatch`` style, first match wins) to value.
+    name : str
+        Argument name, for errors.
+    default : Any
+        Value for keys that no pattern matches.
+    """
+    from fnmatch import fnmatchcase
+
+    if not isinstance(value, Mapping):
+        return lambda _key: value
+    for pattern in value:
+        if not isinstance(pattern, str):
+            msg = f"`{name}` maps patterns (str) to values, got the key {pattern!r}"
+            raise TypeError(msg)
+    items = list(value.items())
+
+    def choose(key: str) -> Any:
+        return next((v for pattern, v in items if fnmatchcase(key, pattern)), default)
+
+    return choose

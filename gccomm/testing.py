@@ -1,0 +1,205 @@
+"""Many ranks in one process: in lockstep for accuracy and range checks, or one thread each for programs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gccomm.codecs import Codec, get_codec
+from gccomm.engine import Outcome
+from gccomm.errors import BackendError
+from gccomm.reduction import Attempt, Options, Place, Reduction
+from gccomm.stats import Stats
+from gccomm.steps import Words
+from gccomm.transfers import Broadcast, FloatAdd, Maximum, Transfer, WordAdd
+
+__all__ = ["run", "simulate"]
+
+T = TypeVar("T")
+
+
+def simulate(
+    xs: Sequence[Any] | Callable[[int], Sequence[Any]],
+    codec: str | Codec = "uniform",
+    op: str = "sum",
+    seed: int = 0,
+    steps: int = 1,
+    *,
+    exact_below: int = 1024,
+    error_feedback: bool | None = None,
+    bucket_bytes: int = 25 << 20,
+    piece_coordinates: int = 512 * 1024,
+    nonfinite: str = "propagate",
+    one_host: bool = True,
+) -> tuple[list[Any], list[Stats]]:
+    """Reduce over virtual ranks in lockstep: the code of a real run, without processes.
+
+    Besides, every final sum of a lane is compared with the lane's range.
+
+    Parameters
+    ----------
+    xs : sequence, or function from step to sequence
+        One array or tree per virtual rank.
+    codec, op, seed, exact_below, error_feedback, bucket_bytes, nonfinite
+        As of :class:`gccomm.Reducer`.
+    steps : int
+        How many steps to run, from step 0 on.
+    piece_coordinates : int
+        Most coordinates of a piece; results do not depend on it.
+    one_host : bool
+        Agree piece by piece, as ranks that share a host do.
+
+    Returns
+    -------
+    ys : list
+        Results of the last step, one per rank.
+    stats : list of Stats
+        Figures of the last step, one per rank.
+
+    Raises
+    ------
+    OverflowError
+        A lane's sum left its range: a fault of the codec (also raised, as on all ranks, for sums that an
+        integer dtype cannot hold).
+    """
+    chosen = get_codec(codec)
+    feedback = chosen.biased if error_feedback is None else error_feedback
+    options = Options(
+        lambda _key: chosen,
+        lambda _key: op,
+        lambda _key, _codec: feedback,
+        exact_below,
+        nonfinite,
+        seed,
+        bucket_bytes,
+        piece_coordinates,
+        measure=True,
+    )
+    first = xs(0) if callable(xs) else xs
+    reductions = [Reduction(options, remember=True) for _ in first]
+    ys: list[Any] = []
+    stats: list[Stats] = []
+    for step in range(steps):
+        inputs = (xs(step) if step else first) if callable(xs) else xs
+        places = [Place(rank, len(reductions), one_host) for rank in range(len(reductions))]
+        attempts = [r.start(x, p) for r, x, p in zip(reductions, inputs, places, strict=True)]
+        outcomes = _lockstep([a.transfers() for a in attempts])
+        ys = _finish(attempts, outcomes)
+        stats = [o.stats for o in outcomes]
+    return ys, stats
+
+
+def _finish(attempts: Sequence[Attempt], outcomes: Sequence[Outcome]) -> list[Any]:
+    errors = [o.error for o in outcomes]
+    if len({(type(e), str(e)) for e in errors}) > 1:
+        raise BackendError(f"virtual ranks end differently: {errors!r}")
+    return [a.finish(o) for a, o in zip(attempts, outcomes, strict=True)]
+
+
+def _lockstep(runs: Sequence[Generator[Transfer, None, Outcome]]) -> list[Outcome]:
+    """Advance all ranks to their next transfer, combine, and go on."""
+    while True:
+        transfers, outcomes = [], []
+        for run_ in runs:
+            try:
+                transfers.append(next(run_))
+            except StopIteration as stop:
+                outcomes.append(stop.value)
+        if outcomes and transfers:
+            raise BackendError(f"{len(outcomes)} of {len(runs)} virtual ranks ended before the others")
+        if outcomes:
+            return outcomes
+        _combine(transfers)
+
+
+def _combine(transfers: Sequence[Transfer]) -> None:
+    from gccomm_local import combine
+
+    head = transfers[0]
+    if any(type(t) is not type(head) for t in transfers):
+        raise BackendError(f"virtual ranks make different transfers: {[type(t).__name__ for t in transfers]}")
+    if isinstance(head, Maximum):
+        combine("max", [t.words for t in transfers if isinstance(t, Maximum)])
+    elif isinstance(head, WordAdd):
+        adds = [t for t in transfers if isinstance(t, WordAdd)]
+        _check_lanes([t.words for t in adds], head.lanes)
+        combine("sum", [t.words for t in adds])
+    elif isinstance(head, FloatAdd):
+        floats = [t for t in transfers if isinstance(t, FloatAdd)]
+        for t in floats:
+            np.copyto(t.recv, t.send)
+        combine("float", [t.recv for t in floats], dtype=head.dtype)
+    else:
+        buffers = [t.buffer for t in transfers if isinstance(t, Broadcast)]
+        for buffer in buffers:
+            np.copyto(buffer, buffers[head.root])
+
+
+def _check_lanes(words: Sequence[Words], lanes: Sequence[tuple[int, int, int]]) -> None:
+    """Raise OverflowError where the true sum of a lane does not fit it."""
+    for lo, hi, width in lanes:
+        half = 1 << (width - 1)
+        total = np.zeros((32 // width, hi - lo), dtype=np.int64)
+        for one in words:
+            total += _signed_lanes(one[lo:hi], width)
+        if total.size and (total.max() >= half or total.min() < -half):
+            raise OverflowError(f"a lane of {width} bits sums to {total.min()}..{total.max()}")
+
+
+def _signed_lanes(words: Words, width: int) -> Any:
+    """Return the signed lanes of one rank's words, shape (lanes, words)."""
+    if width == 32:
+        return words.view(np.int32).astype(np.int64)[None]
+    shifts = (np.arange(32 // width, dtype=np.uint32) * np.uint32(width))[:, None]
+    half = np.uint32(1 << (width - 1))
+    bias = np.bitwise_or.reduce(half << shifts, axis=None)
+    fields = (words + bias) >> shifts & np.uint32((1 << width) - 1)
+    return fields.astype(np.int64) - int(half)
+
+
+def run(fn: Callable[[Any], T], ranks: int = 4) -> list[T]:
+    """Call ``fn(comm)`` on ``ranks`` threads, each with its communicator; the functions of gccomm use it by
+    default there.
+
+    Returns
+    -------
+    list
+        What each rank returned.
+
+    Raises
+    ------
+    Exception
+        That of the first rank that failed by itself; the other ranks are released from their collectives.
+    """
+    from gccomm_local import group
+
+    from gccomm.api import using
+    from gccomm.communicator import Communicator
+
+    backends = group(ranks)
+    results: list[Any] = [None] * ranks
+    failures: list[tuple[int, BaseException]] = []
+
+    def work(rank: int) -> None:
+        comm = Communicator(backends[rank])
+        token = using.set(comm)
+        try:
+            results[rank] = fn(comm)
+        except BaseException as error:
+            failures.append((rank, error))
+            backends[rank].abort(f"rank {rank} ended with {error!r}")
+        finally:
+            using.reset(token)
+
+    threads = [threading.Thread(target=work, args=(r,), name=f"rank {r}", daemon=True) for r in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        own = [error for _, error in failures if not isinstance(error, BackendError)]
+        raise (own or [error for _, error in failures])[0]
+    return results

@@ -1,0 +1,60 @@
+"""The `gccomm` command: finds the subcommand and imports nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+
+__all__ = ["main"]
+
+# Subcommand: (module and function that take its arguments, help).
+_COMMANDS = {
+    "run": ("gccomm_launch.run:run", "run a script on several processes of this host"),
+    "bench": ("gccomm_launch.bench:bench", "time all-reduces: codecs against uncompressed MPI"),
+    "codecs": ("gccomm_launch.codecs:codecs", "list the codecs that are installed"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`, by default that of the process.
+
+    Returns
+    -------
+    int
+        Exit status: that of the subcommand, or 130 after Ctrl-C.
+
+    Raises
+    ------
+    SystemExit
+        Wrong arguments (status 2), ``--help`` or ``--version`` (status 0).
+    """
+    options = _parser().parse_args(argv)
+    module, _, function = _COMMANDS[options.command][0].partition(":")
+    try:
+        status: int = getattr(import_module(module), function)(options.arguments)
+    except KeyboardInterrupt:
+        print(f"gccomm {options.command}: interrupted", file=sys.stderr)
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="gccomm",
+        description="Compressed all-reduce: run programs, measure, look up codecs.",
+        epilog="\n".join(["commands:", *lines, "", "`gccomm COMMAND --help` shows the options of a command."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gccomm {version('gccomm')}")
+    parser.add_argument("command", choices=list(_COMMANDS), metavar="COMMAND", help="see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""`gccomm run`: start a script on several processes with the launcher of this environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from gccomm_launch.mpiexec import NoLauncherError, find_launcher
+
+__all__ = ["run"]
+
+# How long the launcher may take to end its ranks after a signal.
+GRACE_S = 8.0
+
+# Thread pools that would each take all cores in every rank.
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a script under the `mpiexec` of this environment so that one failing rank ends all.
+
+    Parameters
+    ----------
+    argv : sequence of str
+        ``-n N [--mpiexec PATH] script.py args...`` or ``-n N [--mpiexec PATH] -m module args...``.
+
+    Returns
+    -------
+    int
+        Exit status of the job; 128 + s after a signal s to this process or to the launcher; 1 if there is no
+        usable MPI.
+
+    Raises
+    ------
+    SystemExit
+        `argv` is wrong (status 2).
+    """
+    options, program = _parse(argv)
+    try:
+        launcher = find_launcher(options.mpiexec)
+    except NoLauncherError as error:
+        print(f"gccomm run: {error}", file=sys.stderr)
+        return 1
+    cores = len(os.sched_getaffinity(0))
+    environ = dict(os.environ)
+    launcher.prepare(environ, root=os.geteuid() == 0)
+    for variable in _THREADS:
+        environ.setdefault(variable, str(max(1, cores // options.n)))
+    command = [str(launcher.path), "-n", str(options.n), *launcher.options(options.n, cores)]
+    # mpi4py's runner aborts the job when a rank raises or exits with an error.
+    return _supervise([*command, sys.executable, "-m", "mpi4py", *program], environ)
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="gccomm run",
+        description="Run a Python script on N processes of this host; one failing process ends all.",
+        epilog="Several hosts need the mpiexec or srun of the cluster; see the documentation.",
+    )
+    parser.add_argument("-n", type=int, required=True, metavar="N", help="number of processes")
+    parser.add_argument(
+        "--mpiexec", metavar="PATH", help="launcher to use instead of the one beside this Python"
+    )
+    parser.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="run a module, as `python -m` does, with its arguments",
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="script and its arguments")
+    options = parser.parse_args(argv)
+    if options.n < 1:
+        parser.error(f"-n must be at least 1; got {options.n}")
+    if options.module:
+        return options, ["-m", *options.module]
+    if not options.script:
+        parser.error("a script, or -m and a module, is missing")
+    if not Path(options.script[0]).is_file():
+        parser.error(f"there is no script {options.script[0]}")
+    return options, options.script
+
+
+def _supervise(command: Sequence[str], environ: dict[str, str]) -> int:
+    """Run `command` in a session of its own, pass signals on, and leave none of its processes behind."""
+    # A terminal belongs to our session, so the job cannot read from it.
+    stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
+    with _signals() as received:
+        process = subprocess.Popen(command, env=environ, stdin=stdin, start_new_session=True)
+        try:
+            status = _wait(process, received)
+        finally:
+            _kill(_family(process.pid))
+            process.wait()
+    if received:
+        return 128 + received[0]
+    return status if status >= 0 else 128 - status
+
+
+def _wait(process: subprocess.Popen[bytes], received: list[int]) -> int:
+    """Wait for the launcher, or after a signal for `GRACE_S` seconds."""
+    forwarded, end = 0, float("inf")
+    while time.monotonic() < end:
+        while forwarded < len(received):
+            process.send_signal(received[forwarded])
+            forwarded += 1
+            end = min(end, time.monotonic() + GRACE_S)
+        try:
+            return process.wait(timeout=0.1)
+        except subprocess.TimeoutExpired:
+            continue
+    return 1
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect the signals that are to be passed on."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        received.append(number)
+
+    previous = {number: signal.signal(number, note) for number in _FORWARDED}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _family(root: int) -> list[int]:
+    """Return the processes of session `root` and all that descend from it: MPICH's ranks leave the session."""
+    parents: dict[int, int] = {}
+    members: set[int] = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                # pid (name) state parent group session ...: the name may hold blanks and parentheses
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents[int(entry.name)] = int(fields[1])
+            if int(fields[3]) == root:
+                members.add(int(entry.name))
+    added = True
+    while added:
+        added = False
+        for child, parent in parents.items():
+            if parent in members and child not in members:
+                members.add(child)
+                added = True
+    return sorted(members)
+
+
+def _kill(processes: Sequence[int]) -> None:
+    for process in processes:
+        try:
+            os.kill(process, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
