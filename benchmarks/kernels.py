@@ -1,7 +1,7 @@
 """Kernels on 64 MiB of float32, each as a multiple of a plain copy of that array in the same run.
 
-Every round runs a copy before each kernel, on each instruction-set level in turn; medians over the rounds are
-compared, so that a busy machine slows both alike. "In pieces" means pieces of 2 MiB: maxima and encode of a piece
+Every round runs a copy before each kernel, on each instruction-set level in turn; the median over the rounds of
+kernel over copy counts, so that a busy machine slows both alike. "In pieces" means pieces of 2 MiB: maxima and encode of a piece
 follow each other, so that encode finds it in the cache.
 
     python benchmarks/kernels.py [--mib 64] [--rounds 9] [--isa x86-64-v4] [--json FILE]
@@ -156,9 +156,10 @@ def measurements(mib: int) -> list[Measurement]:
 
 
 def clock(function: Callable[[], None]) -> float:
-    start = time.perf_counter()
+    """Return the seconds of CPU time that a call takes (other processes' turns do not count)."""
+    start = time.thread_time()
     function()
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def measure(mib: int, rounds: int, levels: list[str], only: str) -> tuple[float, dict[str, dict[str, float]]]:
@@ -166,7 +167,7 @@ def measure(mib: int, rounds: int, levels: list[str], only: str) -> tuple[float,
     items = [m for m in measurements(mib) if only in m[0]]
     source, target = np.ones(mib << 18, dtype=np.float32), np.zeros(mib << 18, dtype=np.float32)
     copies: list[float] = []
-    times: dict[tuple[str, str], list[float]] = {(m[0], level): [] for m in items for level in levels}
+    ratios: dict[tuple[str, str], list[float]] = {(m[0], level): [] for m in items for level in levels}
     for repeat in range(rounds + 1):
         for level in levels:
             kernels.set_isa(level)
@@ -174,12 +175,11 @@ def measure(mib: int, rounds: int, levels: list[str], only: str) -> tuple[float,
                 copy, taken = clock(lambda: np.copyto(target, source)), clock(function)
                 if repeat:  # the first round only warms up
                     copies.append(copy)
-                    times[name, level].append(taken)
-    copy = statistics.median(copies)
+                    ratios[name, level].append(taken / copy)
     table: dict[str, dict[str, float]] = {m[0]: {} for m in items}
-    for (name, level), values in times.items():
-        table[name][level] = statistics.median(values) / copy
-    return copy, table
+    for (name, level), values in ratios.items():
+        table[name][level] = statistics.median(values)
+    return statistics.median(copies), table
 
 
 def report(copy: float, table: dict[str, dict[str, float]], levels: list[str]) -> None:

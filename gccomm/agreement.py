@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ SLOT_BYTES = 3 * 1024  # text of one rank in the second exchange; three bytes a 
 TEXT_LIMIT = 900
 
 
+@lru_cache(maxsize=256)
 def digest(text: str) -> tuple[int, int]:
     """Return a stable 64-bit hash of ``text`` as two uint32 values."""
     raw = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()

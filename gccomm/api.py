@@ -14,7 +14,7 @@ from gccomm import backends
 from gccomm.codecs import Codec
 from gccomm.communicator import Communicator
 
-__all__ = ["allreduce", "broadcast", "compressed_allreduce", "current", "init", "using"]
+__all__ = ["allreduce", "broadcast", "compressed_allreduce", "current", "init", "resolve", "using"]
 
 using: ContextVar[Communicator | None] = ContextVar("gccomm_communicator", default=None)
 _default: Communicator | None = None
@@ -75,6 +75,16 @@ def current() -> Communicator:
     return using.get() or _default or init()
 
 
+def resolve(comm: Communicator | None) -> Communicator:
+    """Return ``comm``, or the default where it is None."""
+    if comm is None:
+        return current()
+    if not isinstance(comm, Communicator):
+        msg = f"`comm` must be a gccomm.Communicator (gccomm.init(comm=...) makes one), got {comm!r}"
+        raise TypeError(msg)
+    return comm
+
+
 def compressed_allreduce(
     x: Any,
     op: str = "sum",
@@ -130,7 +140,7 @@ def compressed_allreduce(
     >>> gccomm.compressed_allreduce(np.full(4, 0.5, np.float32))
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
-    return (comm or current()).compressed_allreduce(
+    return resolve(comm).compressed_allreduce(
         x, op, codec, out=out, exact_below=exact_below, nonfinite=nonfinite
     )
 
@@ -146,7 +156,7 @@ def allreduce(
     """Reduce arrays over all ranks without compression (codec "raw"); otherwise as
     :func:`compressed_allreduce`.
     """
-    return (comm or current()).allreduce(x, op, out=out, nonfinite=nonfinite)
+    return resolve(comm).allreduce(x, op, out=out, nonfinite=nonfinite)
 
 
 def broadcast(x: Any, root: int = 0, *, comm: Communicator | None = None) -> Any:
@@ -161,4 +171,4 @@ def broadcast(x: Any, root: int = 0, *, comm: Communicator | None = None) -> Any
     comm : Communicator, optional
         Default: that of :func:`init`.
     """
-    return (comm or current()).broadcast(x, root)
+    return resolve(comm).broadcast(x, root)

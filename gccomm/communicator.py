@@ -12,11 +12,12 @@ import numpy as np
 from gccomm import arrays, kernels, trees
 from gccomm.agreement import Call, digest
 from gccomm.backends import Backend
+from gccomm.checks import integer, one_of
 from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome, rendezvous
 from gccomm.errors import BackendError, CollectiveTimeout
 from gccomm.interrupts import HoldInterrupts
-from gccomm.reduction import Attempt, Options, Place, Reduction
+from gccomm.reduction import Options, Place, Reduction
 from gccomm.stats import Stats
 from gccomm.transfers import Broadcast, Transfer, execute
 
@@ -37,7 +38,7 @@ class Communicator:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._broken: str | None = None
         self._place = Place(backend.rank, backend.size, backend.one_host)
         self._step = 0
@@ -90,12 +91,10 @@ class Communicator:
         nonfinite: str = "propagate",
     ) -> Any:
         """Reduce over this communicator; see :func:`gccomm.compressed_allreduce`."""
-        with self._lock:
+        with self.lock:
             reduction, error = self._reduction(op, codec, exact_below, nonfinite)
             reduction.step = self._step
-            attempt = reduction.start(None if error else x, self._place, out=out)
-            attempt.call.error = error or attempt.call.error
-            return self.transact(attempt)
+            return self.reduce(reduction, x, out=out, error=error)
 
     def allreduce(self, x: Any, op: str = "sum", *, out: Any = None, nonfinite: str = "propagate") -> Any:
         """Reduce without compression; see :func:`gccomm.allreduce`."""
@@ -109,7 +108,7 @@ class Communicator:
         buffers: list[Any] = []
         treedef: Any = None
         try:
-            self._check_root(root)
+            root = integer("root", root, "a rank", 0, self.size - 1)
             call.policy = f"root={root}"
             keys, values, treedef = trees.flatten(x)
             views = [None if v is None else arrays.view(v) for v in values]
@@ -142,18 +141,19 @@ class Communicator:
             Close it when it is no longer needed: freeing is collective, so dropping it frees nothing.
         """
         call = Call("split", step=self._step)
-        if color is not None and (isinstance(color, bool) or not isinstance(color, int) or color < 0):
-            call.error = ValueError(f"`color` must be None or an integer of 0 or more, got {color!r}")
-        elif isinstance(key, bool) or not isinstance(key, int):
-            call.error = TypeError(f"`key` must be an integer, got {key!r}")
-        with self._lock:
+        try:
+            color = None if color is None else integer("color", color, "None or an integer", 0)
+            key = integer("key", key, "an integer")
+        except (TypeError, ValueError) as error:
+            call.error = error
+        with self.lock:
             self._plain(call)
             backend = self._backend.split(color, key)
         return None if backend is None else Communicator(backend)
 
     def close(self) -> None:
         """Free the communicator; collective. A second close does nothing."""
-        with self._lock:
+        with self.lock:
             if self._broken == "closed":
                 return
             if self._broken is None:
@@ -166,21 +166,25 @@ class Communicator:
 
     def next_reducer(self) -> int:
         """Return the number of a new reducer: its place in the order of construction, equal on all ranks."""
-        with self._lock:
+        with self.lock:
             self._reducers += 1
             return self._reducers
 
-    def transact(self, attempt: Attempt) -> Any:
-        """Run a prepared reduction and return its result."""
+    def reduce(
+        self, reduction: Reduction, tree: Any, *, out: Any = None, error: BaseException | None = None
+    ) -> Any:
+        """Run one call of a reduction and return its result; with ``error``, let every rank raise it."""
+        with self.lock:
+            attempt = reduction.start(None if error else tree, self._place, out=out)
+            attempt.call.error = error or attempt.call.error
 
-        def finish(outcome: Outcome) -> Any:
-            result = attempt.finish(outcome)
-            self.stats = outcome.stats
-            if attempt.call.reducer == 0:
-                self._step += 1
-            return result
+            def finish(outcome: Outcome) -> Any:
+                result = attempt.finish(outcome)
+                self.stats = outcome.stats
+                if reduction.reducer == 0:
+                    self._step += 1
+                return result
 
-        with self._lock:
             return self._drive(attempt.call, attempt.transfers(), finish)
 
     def _plain(self, call: Call, transfers: Generator[Transfer, None, Outcome] | None = None) -> None:
@@ -191,7 +195,7 @@ class Communicator:
                 raise outcome.error
             self._step += 1
 
-        with self._lock:
+        with self.lock:
             self._drive(call, transfers or rendezvous(call, self.rank, self.size), finish)
 
     def _reduction(
@@ -221,11 +225,6 @@ class Communicator:
                 if buffer.size:
                     yield Broadcast(buffer.view(np.uint8), root)
         return outcome
-
-    def _check_root(self, root: Any) -> None:
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.size:
-            msg = f"`root` must be a rank, 0 to {self.size - 1}, got {root!r}"
-            raise ValueError(msg)
 
     def _drive(
         self,
@@ -266,15 +265,9 @@ class Communicator:
 
 def check_options(op: object, exact_below: object, nonfinite: object) -> None:
     """Raise for options that no call can have."""
-    if op not in ("sum", "mean"):
-        msg = f'`op` must be "sum" or "mean", got {op!r}'
-        raise ValueError(msg)
-    if isinstance(exact_below, bool) or not isinstance(exact_below, int) or exact_below < 0:
-        msg = f"`exact_below` must be a number of coordinates, 0 or more, got {exact_below!r}"
-        raise ValueError(msg)
-    if nonfinite not in ("propagate", "raise"):
-        msg = f'`nonfinite` must be "propagate" or "raise", got {nonfinite!r}'
-        raise ValueError(msg)
+    one_of("op", op, ("sum", "mean"))
+    integer("exact_below", exact_below, "a number of coordinates", 0)
+    one_of("nonfinite", nonfinite, ("propagate", "raise"))
 
 
 def _line(key: str, view: arrays.View | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from gccomm.checks import integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.communicator import Communicator, check_options
 from gccomm.reduction import Options, Reduction, pattern_choice
@@ -73,9 +74,9 @@ class Reducer:
         seed: int = 0,
         nonfinite: str = "propagate",
     ) -> None:
-        _check_bucket_bytes(bucket_bytes)
-        _check_feedback(error_feedback)
-        _check_seed(seed)
+        if not (error_feedback is None or isinstance(error_feedback, bool)):
+            msg = f"`error_feedback` must be True, False or None, got {error_feedback!r}"
+            raise TypeError(msg)
         ops = dict(op) if isinstance(op, Mapping) else {"*": op}
         for value in ops.values():
             check_options(value, exact_below, nonfinite)
@@ -89,14 +90,13 @@ class Reducer:
             lambda _key, chosen: chosen.biased if error_feedback is None else error_feedback,
             exact_below,
             nonfinite,
-            seed,
-            bucket_bytes,
+            integer("seed", seed, "an integer"),
+            integer("bucket_bytes", bucket_bytes, "a number of bytes", 1),
             measure=True,
         )
-        if comm is None:
-            from gccomm.api import current
+        from gccomm.api import resolve
 
-            comm = current()
+        comm = resolve(comm)
         self.comm = comm
         self._reduction = Reduction(options, reducer=comm.next_reducer(), remember=True)
         self.stats = Stats()
@@ -131,9 +131,9 @@ class Reducer:
         OverflowError
             A sum of integers does not fit their dtype.
         """
-        attempt = self._reduction.start(tree, self.comm._place, out=out)
-        result = self.comm.transact(attempt)
-        self.stats = self.comm.stats
+        with self.comm.lock:
+            result = self.comm.reduce(self._reduction, tree, out=out)
+            self.stats = self.comm.stats
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,44 +156,27 @@ class Reducer:
         ValueError
             The state is of another version or seed, or malformed.
         """
-        missing = {"version", "step", "seed", "residuals"} - set(state)
-        if missing or state["version"] != STATE_VERSION:
-            msg = (
-                f"not a reducer state of version {STATE_VERSION}: it lacks {sorted(missing)}"
-                if missing
-                else (f"reducer state has version {state['version']!r}, expected {STATE_VERSION}")
-            )
-            raise ValueError(msg)
-        if state["seed"] != self._reduction.options.seed:
-            msg = f"the state was made with seed {state['seed']!r}, this reducer has {self._reduction.options.seed!r}"
-            raise ValueError(msg)
-        residuals = {}
-        for key, value in state["residuals"].items():
-            array = np.array(value)
-            if array.dtype not in (np.float32, np.float64) or array.ndim != 1:
-                msg = f"residual of {key!r} must be flat float32 or float64, got {array.dtype}{list(array.shape)}"
-                raise ValueError(msg)
-            residuals[key] = array
-        self._reduction.step = int(state["step"])
+        _check_state(state, self._reduction.options.seed)
+        residuals = {key: np.array(value) for key, value in state["residuals"].items()}
+        self._reduction.step = integer("step", state["step"], "a number of steps", 0)
         self._reduction.residuals = residuals
 
     def __repr__(self) -> str:
         return f"<gccomm.Reducer number {self._reduction.reducer}, step {self.step}, on {self.comm!r}>"
 
 
-def _check_bucket_bytes(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        msg = f"`bucket_bytes` must be a positive number of bytes, got {value!r}"
+def _check_state(state: Mapping[str, Any], seed: int) -> None:
+    missing = sorted({"version", "step", "seed", "residuals"} - set(state))
+    if missing:
+        msg = f"not the state of a reducer: it lacks {', '.join(missing)}"
         raise ValueError(msg)
-
-
-def _check_feedback(value: object) -> None:
-    if not (value is None or isinstance(value, bool)):
-        msg = f"`error_feedback` must be True, False or None, got {value!r}"
-        raise TypeError(msg)
-
-
-def _check_seed(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        msg = f"`seed` must be an integer, got {value!r}"
-        raise TypeError(msg)
+    for name, expected in (("version", STATE_VERSION), ("seed", seed)):
+        if state[name] != expected:
+            msg = f"the state has {name} {state[name]!r}, this reducer {expected!r}"
+            raise ValueError(msg)
+    for key, value in state["residuals"].items():
+        array = np.asarray(value)
+        if array.dtype not in (np.float32, np.float64) or array.ndim != 1:
+            found = f"{array.dtype}{list(array.shape)}"
+            msg = f"the residual of {key!r} must be flat float32 or float64, got {found}"
+            raise ValueError(msg)

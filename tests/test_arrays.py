@@ -363,7 +363,7 @@ REFUSED = {
     "list": ([1.0, 2.0], r"list.*np\.asarray\(x\)"),
     "decimal": (decimal.Decimal(1), r"decimal\.Decimal.*np\.asarray\(x\)"),
     "none": (None, "NoneType"),
-    "unicode-array": (array.array("u", "ab"), "text"),
+    "characters": (memoryview(b"ab").cast("c"), "text"),
 }
 
 
@@ -438,7 +438,7 @@ def test_detached_view_wraps_without_its_owner(make):
     assert memory() is None
     y = d.wrap(result)
     assert type(y) is type(expected)
-    assert np.from_dlpack(y).tolist() == np.from_dlpack(expected).tolist()
+    assert np.array_equal(getattr(y, "values", y), getattr(expected, "values", expected))
 
 
 def test_overlaps():

@@ -94,6 +94,13 @@ def test_commitment_and_weak_types_are_kept():
         assert (y == x).all()
 
 
+def test_weak_scalar_from_before_x64_stays_32_bits():
+    v = view(jax.grad(lambda p: p * p)(1.0))
+    with jax.enable_x64(True):
+        y = v.wrap(v.data.copy())
+    assert (y.dtype, float(y)) == (np.dtype("float32"), 2.0)
+
+
 @pytest.mark.parametrize("dtype", ["float64", "int64", "uint64", "complex128"])
 def test_64_bits_are_kept_after_x64_is_off_again(dtype):
     with jax.enable_x64(True):

@@ -1,4 +1,4 @@
-"""What importing brings along: no transport, no array library but NumPy, and none that the caller has not loaded."""
+"""What importing brings along: no transport, no array library but NumPy and what the caller has loaded."""
 
 from __future__ import annotations
 

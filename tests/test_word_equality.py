@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gccomm import kernels, noise
+from gccomm import kernels
 from gccomm import lanes as ln
 from gccomm.kernels import reference
 
@@ -20,152 +21,419 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 WIDTHS = ln.WIDTHS[:-1]
 RANKS = (1, 2, 3, 4, 17)
+SIZES = (1, 7, 1023, 1024, 1025, 2600)
 LARGEST_LIMIT = 32767 * 65536
-STORED = {"bfloat16": np.dtype(np.uint16)}  # NumPy has no bfloat16: bit patterns
-# Exponents of the smallest and largest block maximum, subnormals included.
-EXPONENTS = {"float32": (-149, 126), "float64": (-1000, 996), "float16": (-24, 14), "bfloat16": (-133, 126)}
+# Range of the exponents of block maxima, subnormals included.
+EXPONENTS = {"float32": (-149, 128), "float64": (-1074, 1024), "float16": (-24, 16), "bfloat16": (-133, 128)}
 
 
-@pytest.fixture(params=kernels.isas(), autouse=True, scope="module")
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run everything on every instruction-set level of this machine."""
+def every_level() -> Iterator[str]:
+    """Switch through the instruction-set levels of this machine."""
     before = kernels.isa()
-    kernels.set_isa(request.param)
-    yield request.param
+    for level in kernels.isas():
+        kernels.set_isa(level)
+        yield level
     kernels.set_isa(before)
 
 
 @dataclasses.dataclass
 class Tensor:
-    """A tensor in rows, as the kernels see it."""
+    """A tensor in rows, as the kernels see it; bfloat16 as bit patterns."""
 
     x: Array
     dtype: str
     row: int
     residual: Array | None = None
     key: tuple[int, int] = (0x7F7050B9, 0xC7CA7E30)
+    width: int = 0
+    digits: int = 0
 
-    def lengths(self) -> Array:
+    @property
+    def wide(self) -> str:
+        return "f8" if self.dtype == "float64" else "f4"
+
+    def lengths(self) -> list[int]:
         """Return the length of each block."""
         row = [1024] * (self.row // 1024) + [self.row % 1024] * (self.row % 1024 > 0)
-        return np.array(row * (self.x.size // self.row if self.row else 0), dtype=np.int64)
+        return row * (self.x.size // self.row) if self.row else []
 
     def map_blocks(self, function: Callable[[Array, Array, int], tuple[Array, ...]]) -> list[list[Array]]:
-        """Call `function(numbers, index, length)` on blocks of one length; return its outputs in block order."""
-        lengths = self.lengths()
+        """Call ``function(numbers, index, length)`` on the blocks of each length; outputs in block order."""
+        lengths = np.array(self.lengths())
         starts = np.cumsum(lengths) - lengths
         found: dict[int, tuple[Array, ...]] = {}
         for length in sorted(set(lengths.tolist())):
             numbers = np.flatnonzero(lengths == length)
             index = starts[numbers][:, None] + np.arange(length)
-            outputs = function(numbers, index, length)
-            found.update(zip(numbers.tolist(), zip(*outputs, strict=True), strict=True))
+            rows = zip(*function(numbers, index, length), strict=True)
+            found.update(zip(numbers.tolist(), rows, strict=True))
         return [list(column) for column in zip(*(found[k] for k in range(len(lengths))), strict=True)]
 
     def hashes(self, numbers: Array, length: int) -> Array:
-        return np.asarray(
-            reference.coordinate_hash(np, *reference.block_keys(np, *self.key, numbers), length)
-        )
+        k0, k1 = reference.block_keys(np, *self.key, numbers)
+        return np.asarray(reference.coordinate_hash(np, k0, k1, length))
 
     def rest(self, index: Array) -> Array | None:
         return None if self.residual is None else self.residual[index]
 
 
-def flat(blocks: list[Array], dtype: Any) -> Array:
-    return np.concatenate(blocks) if blocks else np.zeros(0, dtype)
-
-
-def make(dtype: str, size: int, rng: np.random.Generator, *, row: int = 0, residual: bool = False) -> Tensor:
-    """Make a tensor whose blocks range over all magnitudes, some of them zero, infinite or NaN."""
+def make(dtype: str, size: int, rng: np.random.Generator, *, row: int = 0) -> Tensor:
+    """Make a tensor of all magnitudes, with zero blocks, infinities, NaNs and, by chance, a residual."""
     low, high = EXPONENTS[dtype]
-    blocks = size // 512 + 1
-    power = np.exp2(rng.integers(low, high, blocks).astype(np.float64))
-    power[rng.random(blocks) < 0.2] = 0
+    pieces = size // 512 + 1
+    power = np.exp2(rng.integers(low, high, pieces).astype(np.float64))
+    power[rng.random(pieces) < 0.2] = 0
     magnitude = np.repeat(power, 512)[:size]
     x = np.clip(rng.standard_normal(size), -1.99, 1.99) * magnitude
-    rest = (rng.uniform(-1, 1, size) * magnitude / 64).astype("f8" if dtype == "float64" else "f4")
     x[rng.random(size) < 0.02] = 0
-    if size > 1 and rng.random() < 0.5:
+    if size > 1 and rng.random() < 0.4:
         x[rng.integers(0, size, 2)] = rng.choice([np.inf, -np.inf, np.nan], 2)
-    return Tensor(reference.narrow(np, x, dtype), dtype, row or size, rest if residual else None)
-
-
-def make_integers(dtype: str, size: int, rng: np.random.Generator, bits: int) -> Tensor:
-    if dtype == "bool":
-        return Tensor(rng.random(size) < 0.5, dtype, size)
-    info = np.iinfo(dtype)
-    low, high = max(int(info.min), -(2**bits)), min(int(info.max), 2**bits - 1)
-    x = rng.integers(low, high, size, dtype=dtype, endpoint=True)
-    x[::5], x[1::5] = low, high
-    return Tensor(x, dtype, size)
+    rest = (rng.uniform(-1, 1, size) * magnitude / 64).astype("f8" if dtype == "float64" else "f4")
+    return Tensor(reference.narrow(np, x, dtype), dtype, row or size, rest if rng.random() < 0.5 else None)
 
 
 class Batch:
     """Tensors behind one another, with room for what the kernels write."""
 
-    def __init__(self, tensors: list[Tensor], words: Callable[[int], int]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: list[Tensor], words: Callable[[Tensor, int], int]) -> None:
         self.table = np.zeros(len(tensors), kernels.SEGMENT)
-        lengths = [tensor.lengths() for tensor in tensors]
-        self.starts = np.cumsum([0, *map(len, lengths)])
-        self.word_starts = np.cumsum([0, *(words(int(k)) for part in lengths for k in part)])
-        self.results = [np.zeros_like(tensor.x) for tensor in tensors]
-        self.rests = [np.full(t.x.size, 7, "f8" if t.dtype == "float64" else "f4") for t in tensors]
+        counts = [[words(tensor, length) for length in tensor.lengths()] for tensor in tensors]
+        self.starts = np.cumsum([0, *map(len, counts)])
+        self.word_starts = np.cumsum([0, *(count for part in counts for count in part)])
+        self.words = np.zeros(self.word_starts[-1], np.uint32)
+        # One element off, so that results are not aligned to vectors.
+        self.results = [np.zeros(tensor.x.size + 1, tensor.x.dtype)[1:] for tensor in tensors]
+        self.rests = [np.full(tensor.x.size, 7, tensor.wide) for tensor in tensors]
         for k, tensor in enumerate(tensors):
-            self._describe(k, tensor)
-
-    def _describe(self, k: int, tensor: Tensor) -> None:
-        rest = tensor.residual
-        self.table[k] = (
-            kernels.address(tensor.x),
-            kernels.address(self.results[k]),
-            0 if rest is None else kernels.address(rest),
-            0 if tensor.dtype in INTEGERS else kernels.address(self.rests[k]),
-            tensor.x.size,
-            tensor.row,
-            0,
-            len(tensor.lengths()),
-            self.starts[k],
-            self.word_starts[self.starts[k]],
-            *tensor.key,
-            kernels.DTYPE_CODES[tensor.dtype],
-            0,
-            0,
-        )
+            addresses = map(kernels.address, (tensor.x, self.results[k]))
+            rest = 0 if tensor.residual is None else kernels.address(tensor.residual)
+            left = 0 if tensor.dtype in INTEGERS else kernels.address(self.rests[k])
+            place = len(counts[k]), self.starts[k], self.word_starts[self.starts[k]]
+            code = kernels.DTYPE_CODES[tensor.dtype], tensor.width, tensor.digits
+            self.table[k] = (*addresses, rest, left, tensor.x.size, tensor.row, 0, *place, *tensor.key, *code)
 
     @property
     def blocks(self) -> int:
         return int(self.starts[-1])
 
-    def run(self, kernel: Callable[..., Any], *args: Any, pieces: tuple[float, ...] = (), **kwargs: Any) -> int:
-        """Call a kernel on the batch, cut at some fractions of it; arrays in `args` become addresses.
+    def run(self, kernel: Callable[..., Any], *args: Any, cuts: tuple[float, ...] = ()) -> int:
+        """Call a kernel on the batch in pieces; return the sum of what it returns.
 
-        A pair (words, True) stands for the address of the first block's words and its offset, (array, False)
-        for the address of the first block's row.
+        An array in `args` becomes its address; ("words", array) the address of the piece's first word and its
+        offset, ("values", array) only that address, ("blocks", array) the address of the first block's entry.
         """
-        cuts = sorted({0, self.blocks, *(int(part * self.blocks) for part in pieces)})
+        ends = sorted({0, self.blocks, *(int(cut * self.blocks) for cut in cuts)})
         total = 0
-        for lo, hi in zip(cuts[:-1], cuts[1:], strict=True):
+        for lo, hi in itertools.pairwise(ends):
             plain: list[Any] = []
             for arg in args:
-                if isinstance(arg, tuple) and arg[1]:
-                    start = int(self.word_starts[lo])
-                    plain += [kernels.address(arg[0]) + start * arg[0].itemsize, start]
-                elif isinstance(arg, tuple):
-                    plain.append(kernels.address(arg[0]) + lo * arg[0].strides[0])
-                else:
-                    plain.append(kernels.address(arg) if isinstance(arg, np.ndarray) else arg)
-            total += kernel(kernels.address(self.table), len(self.table), lo, hi, *plain, **kwargs) or 0
+                kind, array = arg if isinstance(arg, tuple) else ("all", arg)
+                if not isinstance(array, np.ndarray):
+                    plain.append(array)
+                    continue
+                offset = {"all": 0, "blocks": lo}.get(kind, int(self.word_starts[lo]))
+                plain.append(kernels.address(array) + offset * (array.strides[0] if array.size else 0))
+                if kind == "words":
+                    plain.append(offset)
+            total += kernel(kernels.address(self.table), len(self.table), lo, hi, *plain) or 0
         return total
 
 
-def assert_same(found: Array, expected: Array, dtype: str = "") -> None:
-    """Compare bit patterns; any NaN equals any other."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    if expected.dtype.kind == "f" or dtype == "bfloat16":
-        nans = [np.isnan(reference.widen(np, a)) for a in (found, expected)]
-        np.testing.assert_array_equal(*nans)
-        unsigned = f"u{expected.itemsize}"
-        found, expected = (np.where(n, 0, a.view(unsigned)) for n, a in zip(nans, (found, expected), strict=True))
-    np.testing.assert_array_equal(found, expected)
+def assert_same(found: Array, expected: list[Array], dtype: str = "") -> None:
+    """Compare bit patterns with those of all blocks; any NaN equals any other."""
+    wanted = np.concatenate([np.atleast_1d(one) for one in expected]) if expected else found[:0]
+    found = found.reshape(-1)
+    assert found.dtype == wanted.dtype
+    if wanted.dtype.kind == "f" or dtype == "bfloat16":
+        nans = [np.isnan(reference.widen(np, a)) for a in (found, wanted)]
+        np.testing.assert_array_equal(nans[0], nans[1])
+        unsigned = f"u{wanted.itemsize}"
+        found, wanted = (np.where(nans[0], 0, a.view(unsigned)) for a in (found, wanted))
+    np.testing.assert_array_equal(found, wanted)
+
+
+def agree(tensors: list[Tensor], rng: np.random.Generator) -> tuple[list[Array], Array]:
+    """Return the scales of each tensor's blocks, and agreed ones.
+
+    Some blocks are larger on other ranks; some have a scale below their maximum, so that values are clamped.
+    """
+    local, agreed = [], []
+    for tensor in tensors:
+        maxima = tensor.map_blocks(lambda _, i, __, t=tensor: (reference.maxima(np, t.x[i], t.rest(i)),))
+        s = np.array(maxima[0], np.uint32)
+        low = s < (0x7FF00000 if tensor.dtype == "float64" else 0x7F800000)
+        smaller = np.maximum(s, 2) - np.minimum(np.maximum(s, 2) - 1, rng.integers(1, 2**24, s.size))
+        choice = rng.random(s.size)
+        s = np.where(choice < 0.4, np.maximum(s, rng.permutation(s)), s)
+        local.append(np.array(maxima[0], np.uint32))
+        agreed.append(np.where((choice > 0.8) & low & (s != 0), smaller, s).astype(np.uint32))
+    return local, np.concatenate(agreed)
+
+
+@dataclasses.dataclass
+class Lanes:
+    """Parameters of a lane codec."""
+
+    width: int
+    limit: int
+    shift: int
+    n: int
+    subtract: bool
+    mean: bool
+
+    @classmethod
+    def draw(cls, width: int, n: int, rng: np.random.Generator) -> Lanes:
+        safe = ln.safe_limit(min(width, 16), n)
+        limit = int(
+            rng.choice([safe, min(safe * 3, LARGEST_LIMIT), LARGEST_LIMIT, 1], p=[0.7, 0.1, 0.1, 0.1])
+        )
+        flags = rng.random(2) < 0.5
+        return cls(width, limit, ln.rank_shift(int(rng.integers(n)), n), n, bool(flags[0]), bool(flags[1]))
+
+
+def specify_encode(tensor: Tensor, scales: Array, p: Lanes) -> list[list[Array]]:
+    def blocks(numbers: Array, index: Array, length: int) -> tuple[Array, ...]:
+        hashes, rest = tensor.hashes(numbers, length), tensor.rest(index)
+        return reference.encode(
+            np, tensor.x[index], scales[numbers], hashes, p.shift,
+            width=p.width, limit=p.limit, residual=rest,
+        )  # fmt: skip
+
+    return tensor.map_blocks(blocks)
+
+
+def specify_decode(tensor: Tensor, scales: Array, words: list[Array], p: Lanes) -> list[list[Array]]:
+    def blocks(numbers: Array, index: Array, length: int) -> tuple[Array, ...]:
+        hashes = tensor.hashes(numbers, length)
+        sums = reference.unpack(np, np.stack([words[k] for k in numbers]), p.width, length)
+        centred = reference.centred_sums(np, sums, hashes, n=p.n, subtract=p.subtract)
+        values = reference.dequantise(
+            np, centred, scales[numbers], limit=p.limit, n=p.n, mean=p.mean, dtype=tensor.dtype
+        )
+        return values, reference.check_words(np, hashes, sums), reference.block_energy(np, centred)
+
+    return tensor.map_blocks(blocks)
+
+
+def check_lanes(tensors: list[Tensor], p: Lanes, rng: np.random.Generator) -> None:
+    batch = Batch(tensors, lambda _, length: ln.words(p.width, length))
+    local, scales = agree(tensors, rng)
+    parts = [scales[a:b] for a, b in zip(batch.starts[:-1], batch.starts[1:], strict=True)]
+    sent = [specify_encode(tensor, part, p) for tensor, part in zip(tensors, parts, strict=True)]
+    high = 2**32 if p.width <= 16 else 2**15
+    sums = rng.integers(0, high, batch.words.size).astype(np.uint32)
+    blocks = np.split(sums, batch.word_starts[1:-1])
+    split = [blocks[a:b] for a, b in zip(batch.starts[:-1], batch.starts[1:], strict=True)]
+    got = [specify_decode(*args, p) for args in zip(tensors, parts, split, strict=True)]
+    cuts = tuple(rng.random(2))
+    found = np.zeros(batch.blocks, np.uint32)
+    check = np.zeros((batch.blocks, 2), np.uint32)
+    energy = np.zeros(batch.blocks, np.float32)
+    for level in every_level():
+        batch.run(kernels.maxima, ("blocks", found), cuts=cuts)
+        assert_same(found, local)
+        into = ("words", batch.words), p.width, p.limit
+        batch.run(kernels.encode, scales, *into, p.shift, ("blocks", check), cuts=cuts)
+        assert_same(batch.words, [word for one in sent for word in one[0]])
+        assert_same(check, [pair for one in sent for pair in one[2]])
+        stream = level == kernels.isas()[-1]
+        extra = ("blocks", check), ("blocks", energy)
+        flags = p.n, p.subtract, p.mean, stream
+        batch.run(kernels.decode, scales, ("words", sums), p.width, p.limit, *flags, *extra, cuts=cuts)
+        assert_same(check, [pair for one in got for pair in one[1]])
+        np.testing.assert_allclose(energy, np.array([e for one in got for e in one[2]]), rtol=1e-4)
+        for k, tensor in enumerate(tensors):
+            assert_same(batch.rests[k], sent[k][1])
+            assert_same(batch.results[k], got[k][0], tensor.dtype)
+        batch.run(kernels.decode, scales, ("words", sums), p.width, p.limit, *flags)  # no check words
+        for k, tensor in enumerate(tensors):
+            assert_same(batch.results[k], got[k][0], tensor.dtype)
+
+
+@pytest.mark.parametrize("width", ln.WIDTHS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lane_codec(dtype: str, width: int) -> None:
+    rng = np.random.default_rng([width, FLOATS.index(dtype)])
+    for n in RANKS:
+        for size in SIZES:
+            check_lanes([make(dtype, size, rng)], Lanes.draw(width, n, rng), rng)
+        check_lanes([make(dtype, 4200, rng, row=1400)], Lanes.draw(width, n, rng), rng)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [("float32", 8), ("float64", 5), ("float16", 16), ("bfloat16", 4)]
+)
+def test_lane_codec_on_a_large_tensor(dtype: str, width: int) -> None:
+    rng = np.random.default_rng(width)
+    check_lanes([make(dtype, 2**20 + 3, rng)], Lanes.draw(width, 4, rng), rng)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[tuple[str, int, int]], int, int, int]:
+    shapes = []
+    for _ in range(draw(st.integers(1, 5))):
+        row = draw(st.one_of(st.integers(512, 2100), st.sampled_from([512, 1024, 2048])))
+        flat = draw(st.booleans())
+        size = draw(st.integers(1, 3000)) if flat else row * draw(st.integers(1, 4))
+        shapes.append((draw(st.sampled_from(FLOATS)), size, size if flat else row))
+    widths, ranks = st.sampled_from(ln.WIDTHS), st.one_of(st.sampled_from(RANKS), st.integers(1, 1000))
+    return shapes, draw(widths), draw(ranks), draw(st.integers(0, 2**32))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(batches())
+def test_lane_codec_on_batches_in_pieces(case: tuple[list[tuple[str, int, int]], int, int, int]) -> None:
+    shapes, width, n, seed = case
+    rng = np.random.default_rng(seed)
+    tensors = [make(dtype, size, rng, row=row) for dtype, size, row in shapes]
+    for tensor in tensors:
+        tensor.key = (int(rng.integers(2**32)), int(rng.integers(2**32)))
+    if n > (2 ** (width - 1) - 1) * 65536:
+        n = 1
+    check_lanes(tensors, Lanes.draw(width, n, rng), rng)
+
+
+def test_absent_input_counts_as_zeros() -> None:
+    rng = np.random.default_rng(0)
+    for dtype in FLOATS:
+        tensor = make(dtype, 1500, rng)
+        tensor.x[:] = 0
+        tensor.residual = rng.standard_normal(1500).astype(tensor.wide)
+        absent, present = (Batch([tensor], lambda _, length: ln.words(8, length)) for _ in range(2))
+        absent.table["src"] = 0
+        for batch in (absent, present):
+            scales = np.zeros(2, np.uint32)
+            batch.run(kernels.maxima, ("blocks", scales))
+            batch.run(kernels.encode, scales, ("words", batch.words), 8, 1000, 5, 0)
+        assert absent.words.any()
+        assert_same(absent.words, [present.words])
+        assert_same(absent.rests[0], [present.rests[0]])
+
+
+def test_empty_tensors_leave_no_trace() -> None:
+    rng = np.random.default_rng(3)
+    a, b = make("float32", 1030, rng), make("float64", 5, rng)
+    empty = Tensor(np.zeros(0, np.float32), "float32", 0)
+    outputs = []
+    for tensors in ([a, b], [empty, a, empty, empty, b, empty], [empty]):
+        batch = Batch(tensors, lambda _, length: ln.words(6, length))
+        scales = np.zeros(batch.blocks, np.uint32)
+        batch.run(kernels.maxima, ("blocks", scales), cuts=(0.4,))
+        batch.run(kernels.encode, scales, ("words", batch.words), 6, 1000, 5, 0, cuts=(0.4,))
+        batch.run(kernels.decode, scales, ("words", batch.words), 6, 1000, 3, True, False, False, cuts=(0.4,))
+        outputs.append([scales, batch.words, np.concatenate([r.astype(np.float64) for r in batch.results])])
+    for plain, padded, nothing in zip(*outputs, strict=True):
+        assert_same(padded, [plain])
+        assert nothing.size == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_exact_words(dtype: str) -> None:
+    rng = np.random.default_rng(7)
+    for n in (*RANKS, 1000):
+        for size in (1, 7, 300, 1023, 1025):
+            check_exact(make(dtype, size, rng), n, bool(rng.random() < 0.5), rng)
+
+
+def check_exact(tensor: Tensor, n: int, mean: bool, rng: np.random.Generator) -> None:
+    batch = Batch([tensor], lambda _, length: 2 * length)
+    _, scales = agree([tensor], rng)
+    sums = rng.integers(0, 2**32, batch.words.size).astype(np.uint32)
+    parts = np.split(sums, batch.word_starts[1:-1])
+
+    def blocks(numbers: Array, index: Array, length: int) -> tuple[Array, ...]:
+        s, rest = scales[numbers], tensor.rest(index)
+        words = reference.exact_encode(np, tensor.x[index], s, n=n, residual=rest)
+        summed = np.stack([parts[k] for k in numbers])
+        values = reference.exact_decode(np, summed, s, n=n, mean=mean, dtype=tensor.dtype)
+        lost = reference.nonfinite(s, tensor.dtype == "float64")[:, None]
+        kept = np.zeros(index.shape, tensor.wide) if rest is None else np.where(lost, rest, 0)
+        return words, values, kept.astype(tensor.wide)
+
+    words, values, kept = tensor.map_blocks(blocks)
+    for _ in every_level():
+        batch.run(kernels.exact_encode, scales, ("words", batch.words), n, cuts=(0.5,))
+        batch.run(kernels.exact_decode, scales, ("words", sums), n, mean, cuts=(0.5,))
+        assert_same(batch.words, words)
+        assert_same(batch.results[0], values, tensor.dtype)
+        assert_same(batch.rests[0], kept)
+
+
+def integer_tensor(dtype: str, size: int, n: int, bits: int, rng: np.random.Generator) -> Tensor:
+    if dtype == "bool":
+        x = rng.random(size) < 0.5
+    else:
+        info = np.iinfo(dtype)
+        low, high = max(int(info.min), -(2**bits)), min(int(info.max), 2**bits - 1)
+        x = rng.integers(low, high, size, dtype=dtype, endpoint=True)
+        x[::5], x[1::5] = low, high
+    width, digits = ln.integer_format(int(reference.integer_range(np, x)), n)
+    return Tensor(x, dtype, size, width=width, digits=digits)
+
+
+def count_integer_words(tensor: Tensor, length: int) -> int:
+    return tensor.digits * length if tensor.digits else ln.words(tensor.width, length)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers(dtype: str) -> None:
+    rng = np.random.default_rng(INTEGERS.index(dtype))
+    for n in RANKS:
+        sizes = zip((1, 7, 1023, 1025, 2500), (3, 8, 16, 31, 64), strict=True)
+        check_integers([integer_tensor(dtype, size, n, bits, rng) for size, bits in sizes], n, rng)
+
+
+def specify_integers(tensor: Tensor, n: int, rng: np.random.Generator) -> tuple[list[list[Array]], int]:
+    """Return each block's words, the summed words of n ranks and the results; and how many do not fit."""
+    form = {"width": tensor.width, "digits": tensor.digits}
+    misfits = 0
+
+    def blocks(_: Array, index: Array, length: int) -> tuple[Array, ...]:
+        nonlocal misfits
+        x = tensor.x[index]
+        ranks = [reference.integer_encode(np, rng.permuted(x, axis=1), **form) for _ in range(n)]
+        summed = np.sum(ranks, axis=0, dtype=np.uint32)
+        values, lost = reference.integer_decode(np, summed, length=length, dtype=tensor.dtype, **form)
+        misfits += int(lost)
+        return reference.integer_encode(np, x, **form), summed, values
+
+    return tensor.map_blocks(blocks), misfits
+
+
+def check_integers(tensors: list[Tensor], n: int, rng: np.random.Generator) -> None:
+    batch = Batch(tensors, count_integer_words)
+    specified = [specify_integers(tensor, n, rng) for tensor in tensors]
+    sums = np.concatenate([words for blocks, _ in specified for words in blocks[1]])
+    ranges = np.zeros(len(tensors), np.uint32)
+    for _ in every_level():
+        kernels.int_range(kernels.address(batch.table), len(tensors), kernels.address(ranges))
+        assert ranges.tolist() == [int(reference.integer_range(np, tensor.x)) for tensor in tensors]
+        batch.run(kernels.int_encode, ("words", batch.words), cuts=(0.3, 0.6))
+        lost = batch.run(kernels.int_decode, ("words", sums), n, cuts=(0.3, 0.6))
+        assert lost == sum(misfits for _, misfits in specified)
+        assert_same(batch.words, [words for blocks, _ in specified for words in blocks[0]])
+        for result, (blocks, _) in zip(batch.results, specified, strict=True):
+            assert_same(result, blocks[2])
+
+
+@pytest.mark.parametrize("wire", FLOATS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_float_wires(dtype: str, wire: str) -> None:
+    rng = np.random.default_rng([FLOATS.index(dtype), FLOATS.index(wire)])
+    for size in (1, 7, 1025, 2600):
+        for n in RANKS:
+            tensor = make(dtype, size, rng)
+            values = make(wire, size, rng).x
+            sent, left = reference.float_encode(np, tensor.x, wire=wire, residual=tensor.residual)
+            got = reference.float_decode(np, values, n=n, mean=n % 2 == 0, dtype=dtype)
+            batch = Batch([tensor], lambda _, length: length)
+            buffer = np.zeros_like(sent)
+            code = kernels.DTYPE_CODES[wire]
+            finite = np.isfinite(reference.add_residual(np, tensor.x, tensor.residual)).all()
+            for _ in every_level():
+                assert bool(batch.run(kernels.nonfinite)) != finite
+                batch.run(kernels.float_encode, ("values", buffer), code, cuts=(0.5,))
+                batch.run(kernels.float_decode, ("values", values), code, n, n % 2 == 0, False, cuts=(0.5,))
+                assert_same(buffer, [sent], wire)
+                assert_same(batch.rests[0], [left])
+                assert_same(batch.results[0], [got], dtype)

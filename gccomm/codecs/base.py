@@ -11,17 +11,20 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from gccomm.checks import integer
+from gccomm.lanes import WIDTHS
 from gccomm.steps import Context, Steps
 
 if TYPE_CHECKING:
     from gccomm.operand import Operand
 
-__all__ = ["Codec"]
+__all__ = ["Codec", "lane_width"]
 
 
 class Codec(ABC):
@@ -71,9 +74,9 @@ class Codec(ABC):
         names = list(inspect.signature(type(self)).parameters)
         return {"id": self.id, **{name: getattr(self, name) for name in names}}
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """The configuration as canonical JSON: what ranks compare."""
+        """The configuration as canonical JSON: what ranks compare. Options never change."""
         return json.dumps(self.config(), sort_keys=True)
 
     def __repr__(self) -> str:
@@ -81,7 +84,18 @@ class Codec(ABC):
         return f"{type(self).__name__}({options})"
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and isinstance(other, Codec) and other.config() == self.config()
+        return (
+            type(other) is type(self) and isinstance(other, Codec) and other.fingerprint == self.fingerprint
+        )
 
     def __hash__(self) -> int:
         return hash((type(self), self.fingerprint))
+
+
+def lane_width(wire_bits: object) -> int:
+    """Return a quantised codec's ``wire_bits`` option; ValueError where no lane has that width."""
+    widths = WIDTHS[:-1]
+    if isinstance(wire_bits, bool) or wire_bits not in widths:
+        msg = f"`wire_bits` must be one of {', '.join(map(str, widths))}, got {wire_bits!r}"
+        raise ValueError(msg)
+    return integer("wire_bits", wire_bits, "a lane width")

@@ -24,6 +24,8 @@ _BUILT_IN = {
     "uniform": "gccomm.codecs.uniform:Uniform",
 }
 _loaded: dict[str, type[Codec]] = {}
+_made: dict[str, Codec] = {}  # codecs by the text that asked for them: they are immutable
+MADE_LIMIT = 256
 
 
 def list_codecs() -> list[str]:
@@ -51,6 +53,7 @@ def register_codec(codec: type[Codec], *, replace: bool = False) -> type[Codec]:
         msg = f"a codec with the id {codec.id!r} exists already; pass replace=True to replace it"
         raise ValueError(msg)
     _loaded[codec.id] = codec
+    _made.clear()
     return codec
 
 
@@ -84,6 +87,8 @@ def get_codec(codec: str | dict[str, Any] | Codec, **options: Any) -> Codec:
             msg = f"options {sorted(options)} cannot be given together with the codec object {codec!r}"
             raise TypeError(msg)
         return codec
+    if isinstance(codec, str) and not options and codec in _made:
+        return _made[codec]
     name, given = _parse(codec)
     kind = _load(name)
     merged = {**given, **options}
@@ -92,7 +97,10 @@ def get_codec(codec: str | dict[str, Any] | Codec, **options: Any) -> Codec:
         if option not in known:
             msg = f"codec {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}"
             raise TypeError(msg)
-    return kind(**merged)
+    made = kind(**merged)
+    if isinstance(codec, str) and not options and len(_made) < MADE_LIMIT:
+        _made[codec] = made
+    return made
 
 
 def _parse(codec: object) -> tuple[str, dict[str, Any]]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from gccomm.codecs.base import Codec
+from gccomm.codecs.base import Codec, lane_width
 from gccomm.errors import NegotiationError
-from gccomm.lanes import WIDTHS, lanes, safe_limit
+from gccomm.lanes import lanes, safe_limit
 from gccomm.steps import Agree, Context, Steps, Sum
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ class Uniform(Codec):
     id: ClassVar[str] = "uniform"
 
     def __init__(self, wire_bits: int = 8) -> None:
-        if isinstance(wire_bits, bool) or not isinstance(wire_bits, int) or wire_bits not in WIDTHS[:-1]:
-            msg = f"`wire_bits` must be one of {', '.join(map(str, WIDTHS[:-1]))}, got {wire_bits!r}"
-            raise ValueError(msg)
-        self.wire_bits = wire_bits
+        self.wire_bits = lane_width(wire_bits)
 
     def require_size(self, size: int) -> None:
         """Refuse more ranks than the lane has fixed-point room for."""

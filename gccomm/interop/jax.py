@@ -61,4 +61,5 @@ def _to_jax(view: View, result: Array) -> Any:
         # A scalar of weak type, such as the gradient by a Python number, stays one: it promotes differently.
         weak_scalar = weak and array.ndim == 0
         made = jax.numpy.asarray(array.item()) if weak_scalar else jax.device_put(array)
-        return made if made.sharding == sharding else jax.device_put(array, sharding)
+        same = made.dtype == dtype and made.sharding == sharding
+        return made if same else jax.device_put(array, sharding)

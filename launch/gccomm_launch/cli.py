@@ -44,10 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, _COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()]
+    lines += ["", "`gccomm COMMAND --help` shows the options of a command."]
     parser = argparse.ArgumentParser(
         prog="gccomm",
         description="Compressed all-reduce: run programs, measure, look up codecs.",
-        epilog="\n".join(["commands:", *lines, "", "`gccomm COMMAND --help` shows the options of a command."]),
+        epilog="\n".join(["commands:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gccomm {version('gccomm')}")

@@ -85,7 +85,7 @@ def describe(name: str) -> CodecInfo:
         info.biased = codec.biased
         info.options = {key: value for key, value in codec.config().items() if key != "id"}
         info.wire_bits, info.sums_as = _wire(codec)
-    except Exception as error:  # noqa: BLE001 - a codec of another package must not hide the rest
+    except Exception as error:  # a codec of another package must not hide the rest
         info.problem = f"{type(error).__name__}: {error}"
     return info
 
@@ -94,7 +94,8 @@ def _wire(codec: Codec) -> tuple[float, str]:
     """Walk through the codec's steps, without data, and return bits a coordinate and what is summed."""
     shape = (_COORDINATES,)
     plan = Plan([LeafSpec("", "float32", shape, shape, codec, mean=False)], size=2)
-    bits, kinds = 0, []
+    bits = 0
+    kinds: list[str] = []
     for operand in plan.operands:
         steps = codec.steps(operand, None, Context(rank=0, size=2, shift=0))
         try:
@@ -132,4 +133,5 @@ def _table(infos: Sequence[CodecInfo]) -> list[str]:
             )
         )
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]) - 1)]
-    return ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    cells = [[*map(str.ljust, row, widths), row[-1]] for row in rows]
+    return ["  ".join(row) for row in cells]

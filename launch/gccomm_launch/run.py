@@ -138,7 +138,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _family(root: int) -> list[int]:
-    """Return the processes of session `root` and all that descend from it: MPICH's ranks leave the session."""
+    """Return the processes of session `root` and all that descend from it, as MPICH's ranks leave it."""
     parents: dict[int, int] = {}
     members: set[int] = set()
     for entry in Path("/proc").iterdir():

@@ -1,6 +1,7 @@
 // Lane codecs, back: unpack the sums, take the shared dither off, scale, store.
 #pragma once
 #include "encode.h"
+#include "flow.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
@@ -10,36 +11,59 @@ struct Unrounding {
     BlockNoise noise;
 };
 
-// n sums -> values, whole lines at a time; check words and energy if `extras`.
-template <bool subtract, bool extras>
-inline void dequantise_block(const Integers& q, int n, const Unrounding& r, float* out, u32* check, float* energy) {
-    U counter = r.noise.start();
+// What a decoded block tells besides its values.
+struct Extras {
     Check sums;
     F squares{};
-    for (int i = 0; i < n; i += kLanes) {
-        const I sum = load<I>(q.at + i);
+    GCCOMM_FN float energy() const {
+        float total = 0;
+        for (int k = 0; k < kLanes; k++) total += squares[k];
+        return total;
+    }
+};
+
+// Decoded values, vector by vector.
+template <bool subtract, bool extras>
+class SumSource {
+   public:
+    GCCOMM_FN SumSource(const Integers& q, const Unrounding& r) : q_(q), r_(r), counter_(r.noise.start()) {}
+
+    GCCOMM_FN void seek(int i) { counter_ = r_.noise.start() + static_cast<u32>(i) * kGolden; }
+
+    GCCOMM_FN F next(int i) {
+        const I sum = load<I>(q_.at + i);
+        return decode(sum, sum);
+    }
+
+    GCCOMM_FN F part(int i, int count) {
+        const I sum = load<I>(q_.at + i);
+        return decode(sum, sum & (iota_int() < count), iota_int() < count);
+    }
+
+    Extras extra;
+
+   private:
+    // `counted` is what goes into the check words.
+    GCCOMM_FN F decode(I sum, I counted, I inside = I{} - 1) {
         I v = sum << 15;
         if constexpr (subtract || extras) {
-            const U h = noise(counter, r.noise.key.k1);
-            if constexpr (subtract) v = undither<VectorOps>(sum, h, r.centre);
-            if constexpr (extras) sums.add(sum, h);
-            counter += BlockNoise::step;
+            const U h = noise(counter_, r_.noise.key.k1);
+            if constexpr (subtract) v = undither<VectorOps>(sum, h, r_.centre);
+            if constexpr (extras) extra.sums.add(counted, h);
+            counter_ += BlockNoise::step;
         }
         const F value = __builtin_convertvector(v, F);
-        store(out + i, value * r.first * r.second);
         if constexpr (extras) {
-            const I inside = iota_int() < n - i;
-            const F term = (F)((I)(value * 0x1p-15f) & inside);
-            squares += term * term;
+            const F level = (F)((I)(value * 0x1p-15f) & inside);
+            extra.squares += level * level;
         }
+        return value * r_.first * r_.second;
     }
-    if (!extras) return;
-    if (check != nullptr) sums.store_to(check);
-    if (energy == nullptr) return;
-    float total = 0;
-    for (int k = 0; k < kLanes; k++) total += squares[k];
-    *energy = total;
-}
+
+    const Integers& q_;
+    const Unrounding r_;
+    U counter_;
+};
 
 class Decoder {
    public:
@@ -59,12 +83,15 @@ class Decoder {
         if (nonfinite_scale(s, wide)) r.first = float_of(0x7FC00000u);
         const int later = wide ? 0 : factors(scale.e, r);
         unpack(args_.width, words, words_of(b.length, args_.width), q_);
-        if (check != nullptr || energy != nullptr) zero_after(q_, b.length);
-        dequantise(b.length, r, check, energy);
-        if (later != 0) scale_by_power(x_.at, b.length, later);
-        if (b.segment->dst == 0) return;
-        if (wide) return store_wide(b, scale.e);
+
         void* dst = block_address(b.segment->dst, b);
+        if (!wide && later == 0 && dst != nullptr)
+            return with_sink(b.segment->dtype, dst, args_.stream,
+                             [&](auto sink) { dequantise(sink, b.length, r, check, energy); });
+        dequantise(FloatSink<Store::near>{x_.at}, b.length, r, check, energy);
+        if (dst == nullptr) return;
+        if (wide) return store_wide(b, scale.e);
+        scale_by_power(x_.at, b.length, later);
         store_floats(b.segment->dtype, x_.at, b.length, dst, args_.stream);
     }
 
@@ -80,14 +107,27 @@ class Decoder {
         return fits || e >= 128 ? 0 : e;
     }
 
-    void dequantise(int n, const Unrounding& r, u32* check, float* energy) {
-        const bool extras = check != nullptr || energy != nullptr;
+    template <class Sink>
+    void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, float* energy) const {
+        if (check == nullptr && energy == nullptr) {
+            if (args_.subtract)
+                flow(SumSource<true, false>(q_, r), sink, n);
+            else
+                flow(SumSource<false, false>(q_, r), sink, n);
+            return;
+        }
         if (args_.subtract)
-            extras ? dequantise_block<true, true>(q_, n, r, x_.at, check, energy)
-                   : dequantise_block<true, false>(q_, n, r, x_.at, nullptr, nullptr);
+            dequantise_with_extras<true>(sink, n, r, check, energy);
         else
-            extras ? dequantise_block<false, true>(q_, n, r, x_.at, check, energy)
-                   : dequantise_block<false, false>(q_, n, r, x_.at, nullptr, nullptr);
+            dequantise_with_extras<false>(sink, n, r, check, energy);
+    }
+
+    template <bool subtract, class Sink>
+    void dequantise_with_extras(const Sink& sink, int n, const Unrounding& r, u32* check, float* energy) const {
+        SumSource<subtract, true> source(q_, r);
+        flow(source, sink, n);
+        if (check != nullptr) source.extra.sums.store_to(check);
+        if (energy != nullptr) *energy = source.extra.energy();
     }
 
     void store_wide(const Block& b, int e) {

@@ -1,37 +1,68 @@
 // Floats on the wire, uncompressed or in 16 bits.
 #pragma once
 #include "encode.h"
+#include "flow.h"
 
 namespace gccomm::GCCOMM_LEVEL {
+
+// A float32 source whose values are divided by the number of ranks.
+template <class Source>
+struct MeanSource {
+    Source source;
+    float ranks, inverse;  // of which the inverse serves if it is exact
+    bool exact;
+    GCCOMM_FN void seek(int i) { source.seek(i); }
+    GCCOMM_FN F next(int i) const { return divided(source.next(i)); }
+    GCCOMM_FN F part(int i, int count) const { return divided(source.part(i, count)); }
+    GCCOMM_FN F divided(F v) const { return exact ? v * inverse : v / ranks; }
+};
 
 class FloatCodec {
    public:
     explicit FloatCodec(const FloatArgs& args) : args_(args), wide_wire_(is_wide(args.wire)) {}
 
     void encode(const Block& b, void* wire) {
-        if (is_wide(b.segment->dtype)) return encode_wide(b, wire);
+        const Segment& s = *b.segment;
+        if (is_wide(s.dtype)) return encode_wide(b, wire);
+        const bool plain = s.src != 0 && s.res_in == 0 && s.res_out == 0 && !wide_wire_;
+        if (plain) return convert(s.dtype, block_address(s.src, b), b.length, args_.wire, wire, false);
+        encode_staged(b, wire);
+    }
+
+    void decode(const Block& b, const void* wire) {
+        if (b.segment->dst == 0) return;
+        if (wide_wire_ || is_wide(b.segment->dtype)) return decode_wide(b, wire);
+        void* dst = block_address(b.segment->dst, b);
+        if (!args_.mean) return convert(args_.wire, wire, b.length, b.segment->dtype, dst, args_.stream);
+        const float ranks = static_cast<float>(args_.n);
+        with_source(args_.wire, wire, [&]<class Source>(Source source) {
+            const MeanSource<Source> mean{source, ranks, 1.0f / ranks, (args_.n & (args_.n - 1)) == 0};
+            with_sink(b.segment->dtype, dst, args_.stream, [&](auto sink) { flow(MeanSource(mean), sink, b.length); });
+        });
+    }
+
+   private:
+    static void convert(DType from, const void* in, int n, DType to, void* out, bool streaming) {
+        with_source(from, in, [&](auto source) {
+            with_sink(to, out, streaming, [&](auto sink) { flow(source, sink, n); });
+        });
+    }
+
+    void encode_staged(const Block& b, void* wire) {
         const Values v = block_values(b, x_);
         if (wide_wire_) {
             double* out = static_cast<double*>(wire);
             for (int i = 0; i < b.length; i++) out[i] = v.data[i];
         } else {
-            store_ahead(v, b.length, wire);
+            store_floats(args_.wire, v.data, b.length, wire, false);
         }
-        if (float* residual = element<float>(b.segment->res_out, b.offset)) {
-            if (!wide_wire_) load_floats(args_.wire, wire, b.length, y_.at);
-            const float* sent = wide_wire_ ? v.data : y_.at;
-            keep_rest(v.data, sent, b.length, element<const float>(b.segment->res_in, b.offset), residual);
-        }
+        float* residual = element<float>(b.segment->res_out, b.offset);
+        if (residual == nullptr) return;
+        if (!wide_wire_) load_floats(args_.wire, wire, b.length, y_.at);
+        const float* sent = wide_wire_ ? v.data : y_.at;
+        keep_rest(v.data, sent, b.length, element<const float>(b.segment->res_in, b.offset), residual);
     }
 
-    void decode(const Block& b, const void* wire) {
-        if (wide_wire_ || is_wide(b.segment->dtype)) return decode_wide(b, wire);
-        load_floats(args_.wire, wire, b.length, x_.at);
-        if (args_.mean) divide(x_.at, b.length);
-        store(b);
-    }
-
-   private:
     void encode_wide(const Block& b, void* wire) {
         wide_values(b, wide_);
         if (wide_wire_) {
@@ -46,17 +77,11 @@ class FloatCodec {
         keep_rest(wide_.at, sent_.at, b.length, element<const double>(b.segment->res_in, b.offset), residual);
     }
 
+    // Wire values as float64; in float32 as well if they are no wider.
     void sent_as_doubles(const void* wire, int n) {
         if (wide_wire_) return load_doubles(static_cast<const double*>(wire), n, sent_.at);
         load_floats(args_.wire, wire, n, y_.at);
         for (int i = 0; i < n; i++) sent_.at[i] = y_.at[i];
-    }
-
-    // Conversion of a block whose successors are fetched meanwhile.
-    void store_ahead(Values v, int n, void* wire) {
-        if (args_.wire == DType::bfloat16 || args_.wire == DType::float16)
-            for (int i = 0; i < n; i += kLine) prefetch(v.ahead + i);
-        store_floats(args_.wire, v.data, n, wire, false);
     }
 
     // residual = v - sent; where what was sent is not finite, the old residual.
@@ -76,24 +101,16 @@ class FloatCodec {
             divide(y_.at, b.length);
             for (int i = 0; i < b.length; i++) sent_.at[i] = y_.at[i];
         }
-        if (is_wide(b.segment->dtype)) {
-            double* dst = element<double>(b.segment->dst, b.offset);
-            if (dst != nullptr) store_doubles(sent_.at, b.length, dst, args_.stream);
-            return;
-        }
+        if (is_wide(b.segment->dtype))
+            return store_doubles(sent_.at, b.length, element<double>(b.segment->dst, b.offset), args_.stream);
         for (int i = 0; i < b.length; i++) x_.at[i] = static_cast<float>(sent_.at[i]);
-        store(b);
+        store_floats(b.segment->dtype, x_.at, b.length, block_address(b.segment->dst, b), args_.stream);
     }
 
     template <class T>
     void divide(T* values, int n) const {
         const T ranks = static_cast<T>(args_.n);
         for (int i = 0; i < n; i++) values[i] /= ranks;
-    }
-
-    void store(const Block& b) {
-        void* dst = block_address(b.segment->dst, b);
-        if (dst != nullptr) store_floats(b.segment->dtype, x_.at, b.length, dst, args_.stream);
     }
 
     const FloatArgs& args_;

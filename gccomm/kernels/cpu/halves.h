@@ -5,15 +5,28 @@
 namespace gccomm::GCCOMM_LEVEL {
 
 GCCOMM_FN U widen(U16 x) { return __builtin_convertvector(x, U); }
-GCCOMM_FN U16 narrow(U x) { return __builtin_convertvector(x, U16); }
+
+// Lanes must be below 2^16. (Named instructions: compilers make long shuffles of the plain conversion.)
+GCCOMM_FN U16 narrow(U x) {
+#if defined(__AVX512F__)
+    return (U16)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+    const __m256i v = (__m256i)x;
+    return (U16)_mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+#elif defined(__SSE4_1__)
+    const __m128i packed = _mm_packus_epi32((__m128i)x, (__m128i)x);
+    return load<U16>(&packed);
+#else
+    return __builtin_convertvector(x, U16);
+#endif
+}
 
 struct BFloat16 {
     static GCCOMM_FN F to_float(U16 x) { return (F)(widen(x) << 16); }
     static GCCOMM_FN U16 from_float(F x) {
         const U bits = (U)x;
         const U rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-        const I nan = (I)(bits & 0x7FFFFFFFu) > 0x7F800000;
-        return narrow(select(nan, bits >> 16 | 0x0040u, rounded));
+        return narrow(select(x != x, bits >> 16 | 0x0040u, rounded));
     }
 };
 

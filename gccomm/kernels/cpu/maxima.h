@@ -21,23 +21,37 @@ inline u32 largest_float(Values v, int n) {
     return static_cast<u32>(top);
 }
 
-inline u32 largest_half(const u16* x, int n) {
-    u16 top = 0;
-    for (int i = 0; i < n; i++) {
-        if (i % 32 == 0) prefetch(x + i + kAhead);
-        const u16 magnitude = x[i] & 0x7FFF;
-        top = magnitude > top ? magnitude : top;
+// Largest pattern without its sign bit, of n integers of type T in vectors V.
+template <class V, class T>
+inline T largest_pattern(const T* x, int n) {
+    constexpr int step = kVectorBytes / static_cast<int>(sizeof(T));
+    constexpr T mask = static_cast<T>(~(T{1} << (8 * sizeof(T) - 1)));
+    V high[2] = {};
+    int i = 0;
+    for (; i + 2 * step <= n; i += 2 * step) {
+        prefetch(x + i + kAhead);
+        prefetch(x + i + step + kAhead);
+        for (int k = 0; k < 2; k++) {
+            const V v = load<V>(x + i + k * step) & mask;
+            high[k] = v > high[k] ? v : high[k];
+        }
+    }
+    high[0] = high[1] > high[0] ? high[1] : high[0];
+    T top = 0;
+    for (int k = 0; k < step; k++) top = high[0][k] > top ? high[0][k] : top;
+    for (; i < n; i++) {
+        const T v = x[i] & mask;
+        top = v > top ? v : top;
     }
     return top;
 }
 
+inline u32 largest_half(const u16* x, int n) {
+    return static_cast<u32>(largest_pattern<I16>(reinterpret_cast<const short*>(x), n));
+}
+
 inline u64 largest_double(const double* x, int n) {
-    u64 top = 0;
-    for (int i = 0; i < n; i++) {
-        const u64 magnitude = __builtin_bit_cast(u64, x[i]) & 0x7FFFFFFFFFFFFFFFull;
-        top = magnitude > top ? magnitude : top;
-    }
-    return top;
+    return static_cast<u64>(largest_pattern<I64>(reinterpret_cast<const i64*>(x), n));
 }
 
 // Scale word of x, or of x + residual.

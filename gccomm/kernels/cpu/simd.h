@@ -23,6 +23,7 @@ typedef float F __attribute__((vector_size(kVectorBytes)));
 typedef i32 I __attribute__((vector_size(kVectorBytes)));
 typedef u32 U __attribute__((vector_size(kVectorBytes)));
 typedef i64 I64 __attribute__((vector_size(kVectorBytes)));
+typedef short I16 __attribute__((vector_size(kVectorBytes)));    // as many bytes as U
 typedef u16 U16 __attribute__((vector_size(kVectorBytes / 2)));  // as many lanes as U
 typedef u16 W16 __attribute__((vector_size(kVectorBytes)));      // as many bytes as U
 
@@ -50,7 +51,7 @@ GCCOMM_FN I iota_int() { return (I)iota(); }
 
 GCCOMM_FN I larger(I a, I b) { return a > b ? a : b; }
 GCCOMM_FN I smaller(I a, I b) { return a < b ? a : b; }
-GCCOMM_FN U select(I mask, U yes, U no) { return ((U)mask & yes) | (~(U)mask & no); }
+GCCOMM_FN U select(I mask, U yes, U no) { return mask ? yes : no; }
 
 // Nearest integer, ties to even; above the range the largest allowed value, below it a value of at most its negative.
 GCCOMM_FN I round_fixed_vector(F x) {

@@ -1,0 +1,48 @@
+"""Checks of the caller's options; every message repeats the value and says what would do."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+__all__ = ["integer", "one_of"]
+
+
+def integer(
+    name: str, value: object, meaning: str, minimum: int | None = None, maximum: int | None = None
+) -> int:
+    """Return ``value`` as an int.
+
+    Parameters
+    ----------
+    name, meaning : str
+        What the argument is called and what it is, for the error.
+    value : object
+        Anything with ``__index__`` but a bool.
+    minimum, maximum : int, optional
+        Bounds, inclusive.
+
+    Raises
+    ------
+    TypeError
+        Not an integer.
+    ValueError
+        Out of bounds.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        msg = f"`{name}` must be {meaning}, got {value!r} of type {type(value).__name__}"
+        raise TypeError(msg)
+    number = operator.index(value)
+    if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
+        above = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
+        msg = f"`{name}` must be {meaning}, {above}, got {number}"
+        raise ValueError(msg)
+    return number
+
+
+def one_of(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        msg = f"`{name}` must be {' or '.join(map(repr, choices))}, got {value!r}"
+        raise ValueError(msg)

@@ -1,0 +1,234 @@
+"""`gccomm bench`: time all-reduces, codecs against uncompressed MPI, with nccl-tests' options and columns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import gccomm
+    from gccomm_launch.bench_report import Row
+    from gccomm_launch.bench_timing import Stopper
+
+__all__ = ["DEFAULT_CODECS", "bench", "byte_count", "measure_size", "parse", "sizes", "write_json"]
+
+DEFAULT_CODECS = ("uniform:wire_bits=8", "uniform:wire_bits=4")
+_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Measure; where no MPI launcher has started this process, start ranks that do.
+
+    Parameters
+    ----------
+    argv : sequence of str
+        See ``gccomm bench --help``.
+
+    Returns
+    -------
+    int
+        0, 130 after an interrupt, or the status of the ranks.
+
+    Raises
+    ------
+    SystemExit
+        `argv` is wrong (status 2).
+    """
+    from gccomm import backends
+
+    options = parse(argv)
+    if backends.launcher() is None:
+        from gccomm_launch.run import run
+
+        return run(["-n", str(options.n or 2), "-m", "gccomm_launch.bench", *argv])
+    return _on_ranks(options)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the checked options; SystemExit (status 2) where they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="gccomm bench",
+        description="Time all-reduces: codecs against uncompressed MPI, in the same run.",
+        epilog="Sizes are those of the uncompressed array, in bytes, or with K, M or G. Ratios are the "
+        "uncompressed way's time over the codec's.",
+    )
+    add = parser.add_argument
+    add("-n", type=_positive, metavar="N", help="ranks to start (default 2); not under an MPI launcher")
+    add("-b", "--minbytes", type=byte_count, default=1 << 20, metavar="SIZE", help="least size (default 1M)")
+    add("-e", "--maxbytes", type=byte_count, metavar="SIZE", help="greatest size (default 64M, at least -b)")
+    add("-f", "--stepfactor", type=_factor, default=8, metavar="F", help="from size to size (default 8)")
+    add("-w", "--warmup", type=_natural, default=3, metavar="N", help="rounds before (default 3)")
+    add("-i", "--iters", type=_positive, default=20, metavar="N", help="rounds measured (default 20)")
+    codecs_help = f"ids with options (default {' '.join(DEFAULT_CODECS)}); raw and bf16 are measured besides"
+    add("--codecs", nargs="+", type=_codec, default=list(DEFAULT_CODECS), metavar="CODEC", help=codecs_help)
+    add("--op", choices=("sum", "mean"), default="sum", help="reduction (default sum)")
+    dtype_help = "of the arrays (default float32); MPI sums float16 as float32"
+    add("--dtype", choices=("float32", "float64", "float16"), default="float32", help=dtype_help)
+    add("--seed", type=_natural, default=0, metavar="N", help="of the Gaussian inputs (default 0)")
+    add("--json", type=Path, metavar="FILE", help="also write everything to FILE")
+    options = parser.parse_args(argv)
+    if options.maxbytes is None:
+        options.maxbytes = max(64 << 20, options.minbytes)
+    if options.maxbytes < options.minbytes:
+        parser.error(f"--maxbytes {options.maxbytes} is less than --minbytes {options.minbytes}")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.absolute().parent}")
+    return options
+
+
+def byte_count(text: str) -> int:
+    """Return a size of at least 8 bytes, in bytes, from a number with an optional suffix K, M or G."""
+    digits, factor = text.strip().upper().removesuffix("B"), 1
+    if digits[-1:] in _SUFFIXES:
+        digits, factor = digits[:-1], _SUFFIXES[digits[-1:]]
+    if not digits.isdecimal() or int(digits) * factor < 8:
+        message = f"a size is at least 8 bytes, as 65536 or 64K; got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return int(digits) * factor
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.strip().isdecimal() or int(text) < least:
+        message = f"must be an integer of at least {least}; got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _factor(text: str) -> int:
+    return _integer(text, 2)
+
+
+def _codec(text: str) -> str:
+    from gccomm import get_codec
+
+    try:
+        get_codec(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def sizes(options: argparse.Namespace) -> list[int]:
+    """Return the sizes to measure: the least, times the factor again and again, up to the greatest."""
+    found = []
+    size = options.minbytes
+    while size <= options.maxbytes:
+        found.append(size)
+        size *= options.stepfactor
+    return found
+
+
+def _on_ranks(options: argparse.Namespace) -> int:
+    from mpi4py import MPI
+
+    import gccomm
+    from gccomm_launch.bench_report import HEADER, compare, machine
+    from gccomm_launch.bench_timing import StoppedError, Stopper
+
+    comm, mpi = gccomm.init("mpi"), MPI.COMM_WORLD.Dup()
+    speaks = comm.rank == 0
+    stopper = Stopper(mpi)
+    report: dict[str, Any] = {
+        "machine": machine(),
+        "ranks": comm.size,
+        "options": {**vars(options), "n": comm.size, "json": options.json and str(options.json)},
+        "rows": [],
+        "comparisons": [],
+    }
+    try:
+        with stopper.signals():
+            _say(speaks, _heading(report), HEADER)
+            for size in sizes(options):
+                rows = measure_size(size, options, comm, mpi, stopper)
+                comparison = compare(rows)
+                _say(speaks, *(row.line() for row in rows), *comparison.lines())
+                report["rows"] += [asdict(row) for row in rows]
+                report["comparisons"].append(asdict(comparison))
+    except StoppedError:
+        _say(speaks, "# interrupted")
+        # Finalised here, a status other than 0 makes mpi4py's runner abort nothing.
+        MPI.Finalize()
+        return 130
+    if speaks and options.json is not None:
+        write_json(options.json, report)
+    mpi.Free()
+    return 0
+
+
+def measure_size(
+    size: int, options: argparse.Namespace, comm: gccomm.Communicator, mpi: Any, stopper: Stopper
+) -> list[Row]:
+    """Measure all ways on arrays of `size` bytes uncompressed; collective.
+
+    Parameters
+    ----------
+    size : int
+        Bytes as float32, or as float64 for float64.
+    options : argparse.Namespace
+        Of :func:`parse`.
+    comm, mpi
+        The same ranks as gccomm's and as mpi4py's communicator.
+    stopper : Stopper
+        Its barrier comes before each call.
+
+    Returns
+    -------
+    list of Row
+        MPI_Allreduce in one call first; the codecs in the order of the options last.
+    """
+    from gccomm_launch.bench_report import make_row
+    from gccomm_launch.bench_timing import exact_sum, interleaved, vnmse
+    from gccomm_launch.bench_ways import all_ways
+
+    item = 8 if options.dtype == "float64" else 4
+    count = size // item
+    draws = np.random.default_rng((options.seed, comm.rank)).standard_normal(count, np.float32)
+    x = draws.astype(options.dtype, copy=False)
+    ways = all_ways(x, comm, mpi, options.codecs, options.op)
+    seconds = interleaved([way.call for way in ways], options.warmup, options.iters, stopper, mpi)
+    exact = exact_sum(x, mpi, options.op)
+    rows = []
+    for way, times in zip(ways, seconds.T, strict=True):
+        stopper.barrier()
+        error = vnmse(way.call(), exact, mpi)
+        rows.append(make_row(way, times, count * item, count, comm.size, error))
+    return rows
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Write a report in one go, so that an interrupt leaves no half of it."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def _heading(report: dict[str, Any]) -> str:
+    m, o = report["machine"], report["options"]
+    where = f"{report['ranks']} ranks, {m['cores']} cores, {m['cpu']} ({m['isa']}), {m['mpi']}"
+    what = f"{o['op']} of {o['dtype']}, medians of {o['iters']} interleaved rounds after {o['warmup']}"
+    return f"# gccomm {m['versions']['gccomm']}, {where}\n# {what}"
+
+
+def _say(speaks: bool, *lines: str) -> None:
+    if speaks:
+        print("\n".join(lines), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(bench(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""What the MPI suite shares.
+
+Run it by
+``mpiexec -n N python -m mpi4py -m pytest --with-mpi --timeout 300 --timeout-method thread tests/mpi``.
+
+Every rank runs the same tests in the same order. mpi4py's runner aborts the job when a rank ends with an
+error, and the timeout does when one rank waits for another that has left the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+
+# Same examples on all ranks, or collectives would not match.
+hypothesis.settings.register_profile(
+    "mpi", derandomize=True, database=None, deadline=None, max_examples=25, print_blob=False
+)
+
+
+def _with_mpi(config: pytest.Config) -> bool:
+    return bool(config.getoption("--with-mpi", default=False))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if _with_mpi(config):
+        hypothesis.settings.load_profile("mpi")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if not _with_mpi(config):
+        return None
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    return f"MPI: {vendor} {'.'.join(map(str, version))}, rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.mpi)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    if call.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.fixture(scope="session")
+def world() -> Any:
+    """mpi4py's communicator of all ranks."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="session")
+def _verdicts(world: Any) -> Iterator[Any]:
+    comm = world.Dup()
+    yield comm
+    comm.Free()
+
+
+@pytest.fixture(autouse=True)
+def _same_verdict(request: pytest.FixtureRequest, _verdicts: Any) -> Iterator[None]:
+    """Fail a test on every rank when it failed on one, so that all of them go the same way."""
+    yield
+    mine = request.node.stash.get(FAILED, False)
+    failed = [rank for rank, bad in enumerate(_verdicts.allgather(mine)) if bad]
+    if failed and not mine:
+        pytest.fail(f"this test failed on ranks {failed}")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator that gives the same numbers on every rank."""
+    return np.random.default_rng(20)
+
+
+@pytest.fixture(scope="module")
+def comm() -> Iterator[Any]:
+    """A gccomm communicator of all ranks."""
+    import gccomm
+
+    with gccomm.init(backend="mpi") as communicator:
+        yield communicator

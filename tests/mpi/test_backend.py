@@ -1,0 +1,308 @@
+"""The MPI back end on the ranks of this run."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import gccomm_mpi
+import numpy as np
+import pytest
+
+from gccomm.errors import BackendError
+
+# Below and above the size from which a blocking call is used.
+LENGTHS = (0, 1, 7, 255, 2501, 100_003)
+
+
+@pytest.fixture
+def backend() -> Iterator[Any]:
+    handle = gccomm_mpi.connect()
+    yield handle
+    handle.close()
+
+
+def words_of(rank: int, length: int) -> np.ndarray:
+    return np.random.default_rng(rank).integers(0, 2**32, length, np.uint32)
+
+
+def every(world: Any, length: int) -> np.ndarray:
+    return np.stack([words_of(rank, length) for rank in range(world.size)])
+
+
+def test_ranks(backend: Any, world: Any) -> None:
+    assert (backend.name, backend.rank, backend.size) == ("mpi", world.rank, world.size)
+    assert 0 <= backend.local_rank < backend.size
+    if backend.one_host:
+        assert backend.local_rank == backend.rank
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_maximum_is_unsigned(backend: Any, world: Any, length: int) -> None:
+    words = words_of(world.rank, length)
+    backend.maximum(words)
+    np.testing.assert_array_equal(words, every(world, length).max(axis=0), strict=True)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_word_sum_wraps(backend: Any, world: Any, length: int) -> None:
+    words = words_of(world.rank, length)
+    backend.sum_words(words)
+    expected = every(world, length).astype(np.uint64).sum(axis=0) % 2**32
+    np.testing.assert_array_equal(words, expected.astype(np.uint32), strict=True)
+
+
+@pytest.mark.parametrize("in_place", ["same", "view", "apart"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_float_sum(backend: Any, world: Any, length: int, dtype: Any, in_place: str) -> None:
+    # small integers: exact in any order
+    send = (words_of(world.rank, length) % 1000).astype(dtype)
+    original = send.copy()
+    recv = {"same": send, "view": send[:], "apart": np.empty_like(send)}[in_place]
+    backend.sum_floats(send, recv, dtype)
+    np.testing.assert_array_equal(recv, (every(world, length) % 1000).sum(axis=0).astype(dtype), strict=True)
+    if in_place == "apart":
+        np.testing.assert_array_equal(send, original)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_sum(backend: Any, world: Any, dtype: Any, length: int) -> None:
+    real = (
+        np.dtype(pytest.importorskip("ml_dtypes").bfloat16) if dtype == "bfloat16" else np.dtype(np.float16)
+    )
+    inputs = (every(world, length) % 16).astype(np.float32).astype(real)
+    words = inputs[world.rank].copy().view(np.uint16)
+    backend.sum_floats(words, words, dtype)
+    expected = inputs.astype(np.float32).sum(axis=0)
+    np.testing.assert_array_equal(words.view(real).astype(np.float32), expected)
+
+
+def test_half_precision_sum_keeps_inf_and_nan(backend: Any, world: Any) -> None:
+    values = np.array([1.0, np.inf, 1.0, 60000.0], np.float16)
+    if world.rank == world.size - 1:
+        values[:3] = [np.nan, 1.0, -np.inf]
+    words = values.view(np.uint16)
+    backend.sum_floats(words, words, "float16")
+    assert np.isnan(values[0])
+    assert np.isposinf(values[1]) == (world.size > 1)
+    assert np.isneginf(values[2])
+    assert np.isposinf(values[3]) == (world.size > 1)
+
+
+def test_every_root_can_broadcast(backend: Any, world: Any) -> None:
+    for root in range(world.size):
+        for length in LENGTHS:
+            buffer = np.full(length, world.rank, np.uint8)
+            backend.broadcast(buffer, root)
+            np.testing.assert_array_equal(buffer, np.full(length, root, np.uint8))
+
+
+def test_large_arrays_are_cut(backend: Any, world: Any) -> None:
+    backend.max_count = 1000
+    words = words_of(world.rank, 2501).reshape(41, 61)
+    backend.sum_words(words)
+    expected = every(world, 2501).astype(np.uint64).sum(axis=0) % 2**32
+    np.testing.assert_array_equal(words.reshape(-1), expected.astype(np.uint32))
+
+    send = np.full((3, 40_000), world.rank, np.float32)
+    recv = np.empty_like(send)
+    backend.sum_floats(send, recv, "float32")
+    np.testing.assert_array_equal(recv, np.full_like(recv, sum(range(world.size))))
+
+    buffer = (words_of(0, 2501) % 251).astype(np.uint8) if world.rank == 0 else np.zeros(2501, np.uint8)
+    backend.broadcast(buffer, 0)
+    np.testing.assert_array_equal(buffer, (words_of(0, 2501) % 251).astype(np.uint8))
+
+
+def test_split_by_color_and_key(backend: Any, world: Any) -> None:
+    part = backend.split(world.rank % 2, -world.rank)
+    mine = [rank for rank in reversed(range(world.size)) if rank % 2 == world.rank % 2]
+    assert (part.rank, part.size) == (mine.index(world.rank), len(mine))
+    words = np.array([1 << world.rank], np.uint32)
+    part.sum_words(words)
+    assert int(words[0]) == sum(1 << rank for rank in mine)
+    part.close()
+
+    first = backend.split(0 if world.rank == 0 else None, 0)
+    assert (first is None) == (world.rank != 0)
+    if first is not None:
+        assert first.size == 1
+        first.close()
+
+
+def test_argument_errors_leave_it_usable(backend: Any, world: Any) -> None:
+    with pytest.raises(ValueError, match="`root` must be a rank"):
+        backend.broadcast(np.zeros(1, np.uint8), world.size)
+    with pytest.raises(ValueError, match="`color` must be None or at least 0"):
+        backend.split(-1, 0)
+    with pytest.raises(ValueError, match="`dtype` must be"):
+        backend.sum_floats(np.zeros(1), np.zeros(1), "int8")
+    words = np.ones(1, np.uint32)
+    backend.sum_words(words)
+    assert int(words[0]) == world.size
+
+
+def test_connecting_makes_one_duplicate() -> None:
+    # un-freed duplicates run out at about 2,000 in MPICH
+    first = gccomm_mpi.connect()
+    handles = [gccomm_mpi.connect() for _ in range(2200)]
+    for handle in handles:
+        handle.close()
+    words = np.ones(1, np.uint32)
+    first.sum_words(words)
+    assert int(words[0]) == first.size
+    first.close()
+
+
+def test_closing_frees_the_duplicate(world: Any) -> None:
+    parent = world.Dup()
+    for _ in range(2200):
+        gccomm_mpi.connect(parent).close()
+    handle = gccomm_mpi.connect(parent)
+    part = handle.split(0, 0)
+    handle.close()
+    words = np.ones(1, np.uint32)
+    part.sum_words(words)
+    assert int(words[0]) == world.size
+    part.close()
+    parent.Free()
+
+
+def test_dropped_handles_in_any_order_do_nothing_collective(world: Any) -> None:
+    parents = [world.Dup() for _ in range(3)]
+    handles = [gccomm_mpi.connect(parent) for parent in parents]
+    for place in range(3):
+        handles[(place + world.rank) % 3] = None
+        gc.collect()
+    words = np.ones(1, np.uint32)
+    again = gccomm_mpi.connect(parents[0])
+    again.sum_words(words)
+    assert int(words[0]) == world.size
+    for parent in parents:
+        parent.Free()
+
+
+def test_parent_may_be_freed_first(world: Any) -> None:
+    parent = world.Dup()
+    handle = gccomm_mpi.connect(parent)
+    parent.Free()
+    words = np.ones(1, np.uint32)
+    handle.sum_words(words)
+    assert int(words[0]) == world.size
+    handle.close()
+
+
+def test_messages_do_not_mix_with_the_parents(backend: Any, world: Any) -> None:
+    from mpi4py import MPI
+
+    # the parent's own non-blocking all-reduce is open around ours
+    theirs = np.full(100, 1, np.int32)
+    request = world.Iallreduce(MPI.IN_PLACE, theirs)
+    words = np.full(100, 5, np.uint32)
+    backend.sum_words(words)
+    request.Wait()
+    assert set(words.tolist()) == {5 * world.size}
+    assert set(theirs.tolist()) == {world.size}
+
+
+def test_closed_handle_refuses() -> None:
+    handle = gccomm_mpi.connect()
+    handle.close()
+    handle.close()
+    with pytest.raises(BackendError, match="maximum: this communicator is closed"):
+        handle.maximum(np.ones(1, np.uint32))
+
+
+def test_connect_checks_its_argument(world: Any) -> None:
+    from mpi4py import MPI
+
+    for wrong in ("world", 3, MPI.COMM_NULL):
+        with pytest.raises(TypeError, match="must be an mpi4py intracommunicator"):
+            gccomm_mpi.connect(wrong)
+    freed = world.Dup()
+    freed.Free()
+    with pytest.raises((TypeError, ValueError), match="`comm`"):
+        gccomm_mpi.connect(freed)
+
+
+def test_world_of_one() -> None:
+    from mpi4py import MPI
+
+    handle = gccomm_mpi.connect(MPI.COMM_SELF)
+    words = np.array([2**32 - 1], np.uint32)
+    handle.sum_words(words)
+    handle.maximum(words)
+    assert (handle.size, int(words[0])) == (1, 2**32 - 1)
+    handle.close()
+
+
+def test_mpi_errors_carry_class_and_text(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gccomm_mpi.failure
+    from mpi4py import MPI
+
+    # broken on purpose: the end of this process must not count as an accident
+    monkeypatch.setattr(gccomm_mpi.failure, "_pending", [])
+    parent = world.Dup()
+    handle = gccomm_mpi.connect(parent)
+
+    def refuse(*_: Any) -> None:
+        raise MPI.Exception(MPI.ERR_COUNT)
+
+    real = handle._channel.comm
+    handle._channel.comm = SimpleNamespace(Iallreduce=refuse, rank=real.rank, size=real.size)
+    with pytest.raises(BackendError, match=rf"MPI failed in sum: .*\(class {MPI.ERR_COUNT}\)"):
+        handle.sum_words(np.ones(1, np.uint32))
+    with pytest.raises(BackendError, match="this communicator is broken: MPI failed in sum"):
+        handle.maximum(np.ones(1, np.uint32))
+    with pytest.raises(BackendError, match="is broken"):
+        gccomm_mpi.connect(parent)
+    handle.close()
+    real.Free()
+    parent.Free()
+
+
+def test_called_from_a_worker_thread(backend: Any, world: Any) -> None:
+    from mpi4py import MPI
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        pytest.skip("MPI serves one thread at a time")
+    own = world.Dup()
+    words = np.ones(5000, np.uint32)
+
+    def work() -> None:
+        for _ in range(20):
+            backend.sum_words(words)
+            words.fill(1)
+        backend.sum_words(words)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(20):
+        own.Barrier()
+    thread.join()
+    own.Free()
+    assert set(words.tolist()) == {world.size}
+
+
+def test_second_thread_on_a_funneled_mpi_is_noted(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_FUNNELED)
+
+    def work() -> None:
+        for _ in range(2):
+            backend.sum_words(np.ones(1, np.uint32))
+
+    thread = threading.Thread(target=work)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thread.start()
+        thread.join()
+    assert [note.category for note in caught] == [RuntimeWarning]
+    assert "second thread" in str(caught[0].message)
