@@ -196,10 +196,14 @@ def report(copy: float, table: dict[str, dict[str, float]], levels: list[str]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mib", type=int, default=64, help="MiB of float32")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--isa", action="append", help="instruction-set level (repeatable); default: all usable")
+    parser.add_argument(
+        "--isa", action="append", help="instruction-set level (repeatable); default: all usable"
+    )
     parser.add_argument("--only", default="", help="measure only what has this in its name")
     parser.add_argument("--json", type=Path, help="write the multiples to this file")
     options = parser.parse_args()

@@ -182,8 +182,9 @@ def _disagreement(name: str, values: Sequence[Any], doing: Sequence[str]) -> str
     parts = [f"{text} on {_ranks(members)}" for text, members in groups.items()]
     calls = "" if name == "call" else f" (in {doing[0]})"
     return (
-        f"ranks disagree about {name}{calls}: {'; '.join(parts)}. Every rank must make the same calls in the same order "
-        "with the same keys, shapes, dtypes and options. Nothing was changed; the communicator is usable"
+        f"ranks disagree about {name}{calls}: {'; '.join(parts)}. Every rank must make the same calls in the "
+        "same order, with the same keys, shapes, dtypes and options. Nothing was changed; the communicator "
+        "is usable"
     )
 
 

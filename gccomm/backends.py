@@ -272,8 +272,8 @@ class Wait:
         """The time (`time.monotonic`) before which `check` has nothing to do; inf if never."""
         return self._next
 
-    def check(self) -> None:
-        """Report a stall once it is due.
+    def check(self) -> float:
+        """Report a stall once it is due, and return the seconds waited so far.
 
         Raises
         ------
@@ -281,9 +281,9 @@ class Wait:
             The wait has lasted longer than allowed.
         """
         now = time.monotonic()
-        if now < self._next:
-            return
         patience, waited = self._patience, now - self._start
+        if now < self._next:
+            return waited
         where = f"rank {patience.rank} of {patience.size} has waited {waited:.1f} s in "
         where += patience.describe(self._operation)
         if now >= self._end:
@@ -293,3 +293,4 @@ class Wait:
         self._next = self._end
         hint = "; another rank is late, has made fewer calls or is gone (GCCOMM_TIMEOUT_S sets a limit)"
         print(f"gccomm: {where}{hint}", file=sys.stderr, flush=True)
+        return waited

@@ -88,15 +88,15 @@ class LeafSpec:
     route: Codec
     mean: bool
     feedback: bool = False
+    device: str = "cpu"
 
     def text(self) -> str:
         """Return one line that is equal on all ranks."""
         op = "mean" if self.mean else "sum"
-        extent = "x".join(map(str, self.shape)) or "scalar"
         kind = f"complex of {self.dtype}" if self.row_shape != self.shape else self.dtype
-        return f"{self.key!r}: {kind}[{extent}], {op}, {self.route!r}" + (
-            ", error feedback" if self.feedback else ""
-        )
+        extent = "x".join(map(str, self.shape)) or "scalar"
+        feedback = ", error feedback" if self.feedback else ""
+        return f"{self.key!r}: {kind}[{extent}] on {self.device}, {op}, {self.route!r}{feedback}"
 
     @property
     def item_bytes(self) -> int:

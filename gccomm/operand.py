@@ -56,7 +56,7 @@ class Operand:
         weights = [codec.weight(specs[s.leaf].item_bytes) for s in self.segments]
         self.room = sum(e * w for e, w in zip(extents, weights, strict=True))
         self.overflows = 0
-        self.arrays: tuple[Buffer, Buffer] | None = None
+        self.direct: tuple[str, Buffer, Buffer] | None = None  # dtype, input, result: one range of one array
         self.energy: npt.NDArray[np.float32] | None = None
         self.scales: Words | None = None
         self.limit = 0

@@ -54,6 +54,8 @@ class Plan:
         self.geometries = [Geometry.of(spec.row_shape) for spec in specs]
         for codec in {spec.route for spec in specs}:
             codec.require_size(size)
+        for codec in {spec.route for spec in specs if spec.feedback}:
+            codec.require_feedback(size)
         self.layout = digest("\n".join(self.lines()))
         self.keys = [tensor_key(s.key, seed) for s in specs]
         self._step = -1

@@ -87,7 +87,7 @@ class Reducer:
         options = Options(
             pattern_choice(codecs, "codec", get_codec("uniform")),
             pattern_choice(ops, "op", "mean"),
-            lambda _key, chosen: chosen.biased if error_feedback is None else error_feedback,
+            lambda key, chosen: _feedback(key, chosen.biased if error_feedback is None else error_feedback),
             exact_below,
             nonfinite,
             integer("seed", seed, "an integer"),
@@ -163,6 +163,16 @@ class Reducer:
 
     def __repr__(self) -> str:
         return f"<gccomm.Reducer number {self._reduction.reducer}, step {self.step}, on {self.comm!r}>"
+
+
+def _feedback(key: str, wanted: bool) -> bool:
+    if wanted and not key:
+        msg = (
+            "error feedback needs a key that names the array from step to step: pass a tree such as "
+            '{"grad": array} instead of a bare array'
+        )
+        raise ValueError(msg)
+    return wanted
 
 
 def _check_state(state: Mapping[str, Any], seed: int) -> None:

@@ -8,10 +8,11 @@ it.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,15 +72,19 @@ class Options:
         )
 
 
-@dataclass(slots=True)
-class _Leaf:
-    """A leaf of this call: its spec's parts, and its view where this rank has a value."""
+class _Leaf(NamedTuple):
+    """What a call's plan depends on, for one leaf."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     row_shape: tuple[int, ...]
-    view: arrays.View | None
+    device: str
+
+    @property
+    def size(self) -> int:
+        """Coordinates."""
+        return math.prod(self.row_shape)
 
 
 class Reduction:
@@ -92,14 +97,14 @@ class Reduction:
     residuals : dict of str to array
         What error feedback carries over, by key.
     known : dict of str to tuple
-        Layout of every key seen, where ``remember`` is set.
+        Layout of every key seen, and how to make a result for it, where ``remember`` is set.
     """
 
     def __init__(self, options: Options, *, reducer: int = 0, remember: bool = False) -> None:
         self.options, self.reducer, self.remember = options, reducer, remember
         self.step = 0
         self.residuals: dict[str, npt.NDArray[np.floating[Any]]] = {}
-        self.known: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], Callable[[Buffer], Any]]] = {}
+        self.known: dict[str, tuple[_Leaf, Callable[[Buffer], Any]]] = {}
         self._plans: dict[object, Plan] = {}
 
     def start(self, tree: Any, place: Place, *, out: Any = None) -> Attempt:
@@ -114,7 +119,7 @@ class Reduction:
     def plan(self, leaves: Sequence[_Leaf], nones: tuple[str, ...], size: int) -> Plan:
         """Return the plan for these leaves, from the cache where the layout was seen before."""
         options = self.options
-        signature = (tuple((x.key, x.dtype, x.shape, x.row_shape) for x in leaves), nones, size)
+        signature = (tuple(leaves), nones, size)
         plan = self._plans.pop(signature, None)
         if plan is None:
             specs = [self._spec(x) for x in leaves]
@@ -128,17 +133,16 @@ class Reduction:
         codec, op = self.options.codec(leaf.key), self.options.op(leaf.key)
         if leaf.dtype not in FLOATS:
             if op == "mean":
-                msg = (
-                    f"the mean of integers is not an integer: {leaf.key!r} is {leaf.dtype}{list(leaf.shape)}; "
-                    'use op="sum" or convert to a float dtype'
-                )
+                found = f"{leaf.key!r} is {leaf.dtype}{list(leaf.shape)}"
+                msg = f'the mean of integers is not an integer: {found}; use op="sum" or a float dtype'
                 raise TypeError(msg)
-            return LeafSpec(leaf.key, leaf.dtype, leaf.shape, leaf.row_shape, _INTEGERS, mean=False)
-        size = int(np.prod(leaf.row_shape, dtype=np.int64))
-        exact = codec.lossy and size < self.options.exact_below
-        feedback = not exact and self.options.feedback(leaf.key, codec)
-        route = _TWO_WORDS if exact else codec
-        return LeafSpec(leaf.key, leaf.dtype, leaf.shape, leaf.row_shape, route, op == "mean", feedback)
+            codec = _INTEGERS
+        elif codec.lossy and leaf.size < self.options.exact_below:
+            codec = _TWO_WORDS
+        feedback = codec.rounds and self.options.feedback(leaf.key, codec)
+        return LeafSpec(
+            leaf.key, leaf.dtype, leaf.shape, leaf.row_shape, codec, op == "mean", feedback, leaf.device
+        )
 
 
 class Attempt:
@@ -151,6 +155,7 @@ class Attempt:
         )
         self.job: Job | None = None
         self._leaves: list[_Leaf] = []
+        self._views: list[arrays.View | None] = []  # None where this rank has no value for a known key
         self._slots: list[int] = []  # position of each leaf among the tree's leaves
         self._values: list[Any] = []
         self._results: list[Buffer] = []
@@ -165,7 +170,7 @@ class Attempt:
         nones = self._look(keys, values)
         plan = self.reduction.plan(self._leaves, nones, self.place.size)
         self.call.layout, self.call.leaves = plan.layout, plan.lines
-        self.call.missing = any(leaf.view is None for leaf in self._leaves)
+        self.call.missing = None in self._views
         self._outs = self._look_at_out(out, keys)
         self._bind(plan)
         self._check_finite(plan)
@@ -184,14 +189,14 @@ class Attempt:
                 except (TypeError, ValueError, BufferError, OverflowError) as error:
                     where = f"array {key!r}: " if key else ""
                     raise type(error)(f"{where}{error}") from error
-                leaf = _Leaf(key, view.dtype, view.shape, view.row_shape, view)
+                self._leaves.append(_Leaf(key, view.dtype, view.shape, view.row_shape, view.device))
+                self._views.append(view)
             elif key in self.reduction.known:
-                dtype, shape, row_shape, _ = self.reduction.known[key]
-                leaf = _Leaf(key, dtype, shape, row_shape, None)
+                self._leaves.append(self.reduction.known[key][0])
+                self._views.append(None)
             else:
                 nones.append(key)
                 continue
-            self._leaves.append(leaf)
             self._slots.append(slot)
         return tuple(nones)
 
@@ -203,11 +208,11 @@ class Attempt:
             msg = f"`out` must have the keys of the input, {list(keys)!r}, got {list(out_keys)!r}"
             raise ValueError(msg)
         views: list[arrays.View | None] = []
-        for leaf, slot in zip(self._leaves, self._slots, strict=True):
-            if leaf.view is None or out_values[slot] is None:
-                msg = f"`out` needs an array wherever the input has one: {leaf.key!r} has None"
+        for leaf, view, slot in zip(self._leaves, self._views, self._slots, strict=True):
+            if view is None or out_values[slot] is None:
+                msg = f"`out` and the input must both have arrays: {leaf.key!r} is None in one of them"
                 raise ValueError(msg)
-            views.append(arrays.out_view(out_values[slot], leaf.view))
+            views.append(arrays.out_view(out_values[slot], view))
         return views
 
     def _bind(self, plan: Plan) -> None:
@@ -215,12 +220,12 @@ class Attempt:
         count = len(self._leaves)
         src, dst, res_in, res_out = np.zeros((4, count), dtype=np.uint64)
         integers = any(spec.dtype not in FLOATS for spec in plan.specs)
-        for i, (leaf, spec) in enumerate(zip(self._leaves, plan.specs, strict=True)):
-            src[i] = leaf.view.pointer if leaf.view is not None else 0
+        for i, (leaf, view) in enumerate(zip(self._leaves, self._views, strict=True)):
+            src[i] = view.pointer if view is not None else 0
             result = self._result(i, leaf, integers)
             self._results.append(result)
             dst[i] = kernels.address(result)
-            if spec.feedback:
+            if plan.specs[i].feedback:
                 res_in[i], res_out[i] = self._residual(leaf)
         plan.bind(self.reduction.step, src, dst, (res_in, res_out))
         self._direct(plan)
@@ -231,35 +236,37 @@ class Attempt:
             stream=plan.result_bytes > STREAM_BYTES,
             measure=self.reduction.options.measure,
         )
-        have = [leaf.view is not None for leaf in self._leaves]
+        have = [view is not None for view in self._views]
         self.job = Job(plan, context, have, whole=not self.place.one_host)
 
     def _result(self, i: int, leaf: _Leaf, integers: bool) -> Buffer:
         """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""
         out = self._outs[i]
-        if out is not None and not integers and not self._shifted(out):
+        if out is not None and not integers and not self._collides(i, out):
             return out.data
         dtype = _STORAGE.get(leaf.dtype) or np.dtype(leaf.dtype)
-        size = int(np.prod(leaf.row_shape, dtype=np.int64))
-        return kernels.pool_empty(size * dtype.itemsize).view(dtype)
+        return kernels.pool_empty(leaf.size * dtype.itemsize).view(dtype)
 
-    def _shifted(self, out: arrays.View) -> bool:
-        """Whether ``out`` overlaps an input other than coordinate by coordinate, or another ``out``."""
-        inputs = [leaf.view for leaf in self._leaves if leaf.view is not None]
-        others = [o for o in self._outs if o is not None and o is not out]
-        shifted = any(v.pointer != out.pointer and arrays.overlaps(out, v) for v in inputs)
-        return shifted or any(arrays.overlaps(out, o) for o in others)
+    def _collides(self, i: int, out: arrays.View) -> bool:
+        """Whether writing ``out`` early could change an input that is still to be read, or another ``out``."""
+        inputs = enumerate(self._views)
+        read = any(
+            view is not None and arrays.overlaps(out, view) and (j != i or view.pointer != out.pointer)
+            for j, view in inputs
+        )
+        others = (o for j, o in enumerate(self._outs) if o is not None and j != i)
+        return read or any(arrays.overlaps(out, o) for o in others)
 
     def _residual(self, leaf: _Leaf) -> tuple[int, int]:
         """Return the addresses of a key's residual and of the memory for the next one."""
         dtype = np.dtype(np.float64 if leaf.dtype == "float64" else np.float32)
-        size = int(np.prod(leaf.row_shape, dtype=np.int64))
+        size = leaf.size
         old = self.reduction.residuals.get(leaf.key)
         if old is not None and (old.size != size or old.dtype != dtype):
             warnings.warn(
-                f"the array {leaf.key!r} changed to {leaf.dtype}{list(leaf.shape)}: its error-feedback residual starts "
-                "again from zero",
-                stacklevel=6,
+                f"the array {leaf.key!r} changed to {leaf.dtype}{list(leaf.shape)}: its error-feedback "
+                "residual starts again from zero",
+                stacklevel=7,
             )
             old = None
         new = kernels.pool_empty(size * dtype.itemsize).view(dtype)
@@ -271,13 +278,13 @@ class Attempt:
         array.
         """
         for x in plan.operands:
-            x.arrays, x.overflows, x.energy = None, 0, None
+            x.direct, x.overflows, x.energy = None, 0, None
             segment = x.segments[0]
-            view, spec = self._leaves[segment.leaf].view, plan.specs[segment.leaf]
+            view, spec = self._views[segment.leaf], plan.specs[segment.leaf]
             if x.count == 1 and view is not None and not spec.feedback:
                 lo = plan.geometries[segment.leaf].offset(segment.start)
                 hi = plan.geometries[segment.leaf].offset(segment.start + segment.blocks)
-                x.arrays = view.data[lo:hi], self._results[segment.leaf][lo:hi]
+                x.direct = spec.dtype, view.data[lo:hi], self._results[segment.leaf][lo:hi]
 
     def _check_finite(self, plan: Plan) -> None:
         if self.reduction.options.nonfinite != "raise":
@@ -297,47 +304,32 @@ class Attempt:
             raise outcome.error
         reduction, values = self.reduction, self._values
         reduction.step += 1
-        for i, (leaf, slot) in enumerate(zip(self._leaves, self._slots, strict=True)):
-            if leaf.view is None and not outcome.present[i]:
-                self._residuals.pop(leaf.key, None)
+        for i, slot in enumerate(self._slots):
+            key, view = self._leaves[i].key, self._views[i]
+            if view is None and not outcome.present[i]:  # None everywhere stays None, and keeps its residual
+                self._residuals.pop(key, None)
                 continue
-            values[slot] = self._deliver(leaf, self._results[i], self._outs[i])
-            if reduction.remember and leaf.view is not None and not self._is_known(leaf):
-                reduction.known[leaf.key] = (leaf.dtype, leaf.shape, leaf.row_shape, _template(leaf.view))
-        if outcome.present is not None:  # a key that nobody had keeps its residual
-            absent = {x.key for x, here in zip(self._leaves, outcome.present, strict=True) if not here}
-            self._residuals = {k: v for k, v in self._residuals.items() if k not in absent}
+            values[slot] = self._deliver(i)
+            if reduction.remember and view is not None and self._is_new(i):
+                reduction.known[key] = (self._leaves[i], view.detached().wrap)
         reduction.residuals.update(self._residuals)
         return trees.unflatten(self._treedef, values)
 
-    def _is_known(self, leaf: _Leaf) -> bool:
-        return self.reduction.known.get(leaf.key, ())[:3] == (leaf.dtype, leaf.shape, leaf.row_shape)
+    def _is_new(self, i: int) -> bool:
+        known = self.reduction.known.get(self._leaves[i].key)
+        return known is None or known[0] != self._leaves[i]
 
-    def _deliver(self, leaf: _Leaf, result: Buffer, out: arrays.View | None) -> Any:
+    def _deliver(self, i: int) -> Any:
+        """Return leaf ``i``'s result as the user's kind of object."""
+        result, out, view = self._results[i], self._outs[i], self._views[i]
         if out is not None:
             if out.data is not result:
                 out.data[...] = result
             out.commit()
             return out.owner
-        if leaf.view is None:
-            return self.reduction.known[leaf.key][3](result)
-        return leaf.view.wrap(result)
-
-
-def _template(view: arrays.View) -> Callable[[Buffer], Any]:
-    """Return the way from a result to the user's kind of object that keeps none of the user's memory
-    alive.
-    """
-    owner, nothing = view.owner, np.zeros(1, dtype=view.data.dtype)
-    if view.kind == "torch":
-        owner = owner.new_empty((0,))
-    elif view.kind == "numpy" and isinstance(owner, np.ndarray):
-        owner = np.empty(0, dtype=owner.dtype).view(type(owner))
-    elif view.kind == "jax":
-        owner = owner.reshape(-1)[:0]
-    elif view.kind in ("buffer", "dlpack"):
-        owner = None
-    return replace(view, data=np.broadcast_to(nothing, view.data.shape), owner=owner).wrap
+        if view is None:
+            return self.reduction.known[self._leaves[i].key][1](result)
+        return view.wrap(result)
 
 
 def pattern_choice(value: Any, name: str, default: Any) -> Callable[[str], Any]:

@@ -56,7 +56,7 @@ def script(tmp_path: Path) -> Path:
         if mode == "deadline":
             backend.interrupt_deadline = time.monotonic() + 0.1
         backend.set_activity("all-reduce of 'w'")
-        words = np.ones(100_000, np.uint32)
+        words = np.ones(int(os.environ.get("WORDS", "100000")), np.uint32)
         try:
             backend.sum_words(words)
         except CollectiveTimeout as error:
@@ -164,8 +164,9 @@ def test_uncaught_exception_ends_the_job_without_a_runner(script: Path, launcher
 
 
 @pytest.mark.usefixtures("launcher")
-def test_timeout_and_stall_report(script: Path) -> None:
-    done = job("-n", "2", script, "sleep", GCCOMM_TIMEOUT_S="1", GCCOMM_STALL_S="0.3")
+@pytest.mark.parametrize("words", ["3", "100000"])
+def test_timeout_and_stall_report(script: Path, words: str) -> None:
+    done = job("-n", "2", script, "sleep", GCCOMM_TIMEOUT_S="1", GCCOMM_STALL_S="0.3", WORDS=words)
     # Rank 0 catches the timeout and ends in good order: it may not wait for rank 1 in MPI_Finalize.
     assert done.returncode == 1
     assert "caught rank 0 of 2 has waited 1.0 s in sum (all-reduce of 'w')" in done.stdout

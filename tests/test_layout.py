@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -187,8 +188,24 @@ def test_the_bucket_limits_bytes_of_input() -> None:
 
 
 def test_text_of_a_spec_names_all_that_ranks_must_share() -> None:
-    a = LeafSpec("w", "float32", (3, 4), (3, 4), get_codec("uniform"), mean=True, feedback=True)
-    assert a.text() == "'w': float32[3x4], mean, Uniform(wire_bits=8), error feedback"
-    b = LeafSpec("w", "float32", (3, 2), (3, 4), get_codec("uniform"), mean=False)
-    assert b.text() == "'w': complex of float32[3x2], sum, Uniform(wire_bits=8)"
-    assert LeafSpec("", "int8", (), (), Integers(), mean=False).text() == "'': int8[scalar], sum, Integers()"
+    """Any change of what must be equal changes the text; it stays one line."""
+    codec = get_codec("uniform")
+    plain = LeafSpec("w", "float32", (3, 4), (3, 4), codec, mean=True)
+    others = [
+        replace(plain, key="v\n"),
+        replace(plain, dtype="float16"),
+        replace(plain, shape=(12,), row_shape=(12,)),
+        replace(plain, shape=(3, 2)),  # complex numbers of the same coordinates
+        replace(plain, route=get_codec("uniform", wire_bits=4)),
+        replace(plain, mean=False),
+        replace(plain, feedback=True),
+        replace(plain, device="cuda"),
+    ]
+    texts = [spec.text() for spec in (plain, *others)]
+    assert len(set(texts)) == len(texts)
+    assert not any("\n" in text for text in texts)
+    for part in ("'w'", "float32[3x4]", "mean", "Uniform(wire_bits=8)"):
+        assert part in texts[0]
+    assert "complex of float32[3x2]" in texts[4]
+    assert "error feedback" in texts[7]
+    assert "'': int8[scalar]" in LeafSpec("", "int8", (), (), Integers(), mean=False).text()

@@ -119,7 +119,7 @@ def test_float_wire_values_and_what_they_leave(wire: str, dtype: str) -> None:
     residual = (rng.standard_normal((3, 100)) * 1e-3).astype(wide)
     values, left = reference.float_encode(np, x, wire=wire, residual=residual)
     assert left.dtype == wide
-    v = x.astype(wide) + residual
+    v: Array = np.add(x.astype(wide), residual)
     np.testing.assert_array_equal(reference.widen(np, values) + left, v)
     precision = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 0}[wire]
     assert (np.abs(left) <= precision * np.abs(v) + 2.0**-25).all()

@@ -66,6 +66,21 @@ def test_quantise_rounds_as_the_formula_says() -> None:
         np.testing.assert_array_equal(quantised(values, ALL_DITHERS, shift, limit), expected)
 
 
+@pytest.mark.parametrize(("width", "n"), [(10, 1), (16, 1), (16, 2), (16, 3), (16, 7)])
+def test_float_rounding_cannot_exceed_the_limit(width: int, n: int) -> None:
+    """The scale itself times limit / mantissa, in float32, may come out above the limit."""
+    limit, half = ln.safe_limit(width, n), 2 ** (width - 1) - 1
+    scales = (np.random.default_rng(n).integers(0, 2**23, 5000) + 0x3F800000).astype(np.uint32)
+    largest = np.stack([scales.view(np.float32), -scales.view(np.float32)], axis=1)
+    for dither in (0, 1, 40_000, 65_535):
+        hashes = np.full(largest.shape, dither << 16, np.uint32)
+        total = np.zeros(largest.shape, np.int64)
+        for rank in range(n):
+            total += reference.quantise(np, largest, scales, hashes, ln.rank_shift(rank, n), limit)
+        assert -half <= total.min()
+        assert total.max() <= half
+
+
 @pytest.mark.parametrize(("width", "n"), [(2, 1), (2, 7), (4, 3), (8, 4), (8, 64), (16, 2)])
 def test_every_rank_rounds_without_bias(width: int, n: int) -> None:
     values = np.random.default_rng(n).uniform(-1, 1, 16)
@@ -148,7 +163,7 @@ def test_neighbours_are_uncorrelated() -> None:
 def test_check_words_see_overflow_of_a_lane() -> None:
     rng = np.random.default_rng(5)
     hashes = hashes_of(np.arange(2000), 64)
-    true_sums = rng.integers(-7, 8, hashes.shape).astype(np.int32)
+    true_sums = np.asarray(rng.integers(-7, 8, hashes.shape), dtype=np.int32)
     wrapped = true_sums.copy()
     for block in range(2000):
         places = rng.choice(64, 1 + block % 8, replace=False)

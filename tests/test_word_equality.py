@@ -152,21 +152,30 @@ def assert_same(found: Array, expected: list[Array], dtype: str = "") -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
-def agree(tensors: list[Tensor], rng: np.random.Generator) -> tuple[list[Array], Array]:
+def specify_maxima(tensor: Tensor) -> list[Array]:
+    def blocks(_: Array, index: Array, __: int) -> tuple[Array, ...]:
+        return (reference.maxima(np, tensor.x[index], tensor.rest(index)),)
+
+    return tensor.map_blocks(blocks)[0]
+
+
+def agree(
+    tensors: list[Tensor], rng: np.random.Generator, *, clamp: bool = True
+) -> tuple[list[Array], Array]:
     """Return the scales of each tensor's blocks, and agreed ones.
 
-    Some blocks are larger on other ranks; some have a scale below their maximum, so that values are clamped.
+    Some blocks are larger on other ranks; with `clamp`, some have a scale below their own maximum.
     """
     local, agreed = [], []
     for tensor in tensors:
-        maxima = tensor.map_blocks(lambda _, i, __, t=tensor: (reference.maxima(np, t.x[i], t.rest(i)),))
-        s = np.array(maxima[0], np.uint32)
+        maxima = np.array(specify_maxima(tensor), np.uint32)
+        s = maxima
         low = s < (0x7FF00000 if tensor.dtype == "float64" else 0x7F800000)
         smaller = np.maximum(s, 2) - np.minimum(np.maximum(s, 2) - 1, rng.integers(1, 2**24, s.size))
         choice = rng.random(s.size)
         s = np.where(choice < 0.4, np.maximum(s, rng.permutation(s)), s)
-        local.append(np.array(maxima[0], np.uint32))
-        agreed.append(np.where((choice > 0.8) & low & (s != 0), smaller, s).astype(np.uint32))
+        local.append(maxima)
+        agreed.append(np.where((choice > 0.8) & clamp & low & (s != 0), smaller, s).astype(np.uint32))
     return local, np.concatenate(agreed)
 
 
@@ -337,7 +346,7 @@ def test_exact_words(dtype: str) -> None:
 
 def check_exact(tensor: Tensor, n: int, mean: bool, rng: np.random.Generator) -> None:
     batch = Batch([tensor], lambda _, length: 2 * length)
-    _, scales = agree([tensor], rng)
+    _, scales = agree([tensor], rng, clamp=False)
     sums = rng.integers(0, 2**32, batch.words.size).astype(np.uint32)
     parts = np.split(sums, batch.word_starts[1:-1])
 
@@ -392,7 +401,7 @@ def specify_integers(tensor: Tensor, n: int, rng: np.random.Generator) -> tuple[
         nonlocal misfits
         x = tensor.x[index]
         ranks = [reference.integer_encode(np, rng.permuted(x, axis=1), **form) for _ in range(n)]
-        summed = np.sum(ranks, axis=0, dtype=np.uint32)
+        summed = np.asarray(np.sum(ranks, axis=0, dtype=np.uint32))
         values, lost = reference.integer_decode(np, summed, length=length, dtype=tensor.dtype, **form)
         misfits += int(lost)
         return reference.integer_encode(np, x, **form), summed, values

@@ -11,25 +11,24 @@ from mpi4py import MPI
 from gccomm.backends import Activity, Backend, Bytes, FloatName, Words
 from gccomm.errors import BackendError
 from gccomm_mpi.channel import Channel, Operation, cached
+from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, exchange
 from gccomm_mpi.failure import abort_job, guard
-from gccomm_mpi.floats import sum_of
+from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 
 __all__ = ["MpiBackend", "open_backend"]
 
+Array = npt.NDArray[Any]
+
 # Elements per MPI call: counts and byte counts stay far from 2^31 in every library.
 MAX_COUNT = 1 << 28
-
-# From here on a non-blocking reduction costs more than a barrier and a blocking one where ranks share memory
-# and have a core each (Open MPI's up to twice; MPICH's are equal). With fewer cores blocking calls are slow.
-BLOCKING_BYTES = 1 << 15
 
 
 class MpiBackend:
     """A handle on a communicator of gccomm's own; see `gccomm.backends.Backend` for the operations.
 
-    Every wait tests a request and gives the core away between tests. Large arrays on one host with a core for
-    each rank are reduced by a blocking call once all ranks have come: stall reports and ``GCCOMM_TIMEOUT_S``
-    cover the coming.
+    Every wait, whatever the size, tests a request and gives the core away between tests, reports a stall and
+    obeys ``GCCOMM_TIMEOUT_S``. Large arrays go through `gccomm_mpi.exchange`, small ones through MPI's
+    all-reduce.
 
     Attributes
     ----------
@@ -60,47 +59,35 @@ class MpiBackend:
 
     def maximum(self, words: Words, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""
-        self._reduce("maximum", words, words, MPI.UINT32_T, MPI.MAX)
+        self._reduce("maximum", words, words, MAXIMUM)
 
     def sum_words(self, words: Words, /) -> None:
         """Replace each word by its sum over the ranks, mod 2^32."""
-        self._reduce("sum", words, words, MPI.UINT32_T, MPI.SUM)
+        self._reduce("sum", words, words, SUM)
 
-    def sum_floats(self, send: npt.NDArray[Any], recv: npt.NDArray[Any], dtype: FloatName, /) -> None:
-        """Write the sum of `send` over the ranks to `recv`, in the order of the MPI library.
+    def sum_floats(self, send: Array, recv: Array, dtype: FloatName, /) -> None:
+        """Write the sum of `send` over the ranks to `recv`; its order depends on size and library.
 
         Raises
         ------
         ValueError
             `dtype` is no float format.
         """
-        datatype, op = sum_of(dtype)
+        operator = sum_of(dtype)
         if send is not recv and send.ctypes.data == recv.ctypes.data:
             send = recv  # two views of one array: MPI wants to be told
-        self._reduce(f"{dtype} sum", send, recv, datatype, op)
+        self._reduce(f"{dtype} sum", send, recv, operator)
 
-    def _reduce(self, name: str, send: Any, recv: Any, datatype: Any, op: Any) -> None:
+    def _reduce(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
         with self._operation(name, (send, recv)) as channel:
-            comm = channel.comm
-            blocking = channel.roomy and recv.nbytes >= BLOCKING_BYTES
-            if blocking:
-                channel.arrive(name)
-            for source, target in self._pieces(send, recv):
+            if self.size > 1 and recv.nbytes >= self.size * SHARE_BYTES:
+                for source, target in _pieces(send, recv, min(self.max_count, PIECE_BYTES // recv.itemsize)):
+                    exchange(channel, name, source, target, operator)
+                return
+            datatype = operator.datatype
+            for source, target in _pieces(send, recv, self.max_count):
                 first: Any = MPI.IN_PLACE if source is target else (source, datatype)
-                if blocking:
-                    comm.Allreduce(first, (target, datatype), op)
-                else:
-                    channel.complete(comm.Iallreduce(first, (target, datatype), op), name)
-
-    def _pieces(self, send: Any, recv: Any) -> Iterator[tuple[Any, Any]]:
-        if recv.size <= self.max_count:
-            yield send, recv
-            return
-        flat_recv = recv.reshape(-1)
-        flat_send = flat_recv if send is recv else send.reshape(-1)
-        for low in range(0, recv.size, self.max_count):
-            target = flat_recv[low : low + self.max_count]
-            yield (target if send is recv else flat_send[low : low + self.max_count]), target
+                channel.complete(channel.comm.Iallreduce(first, (target, datatype), operator.op), name)
 
     def broadcast(self, buffer: Bytes, root: int, /) -> None:
         """Overwrite `buffer` with that of rank `root`."""
@@ -108,14 +95,8 @@ class MpiBackend:
             message = f"`root` must be a rank from 0 to {self.size - 1}; got {root}"
             raise ValueError(message)
         with self._operation("broadcast", buffer) as channel:
-            blocking = channel.roomy and buffer.nbytes >= BLOCKING_BYTES
-            if blocking:
-                channel.arrive("broadcast")
-            for _, piece in self._pieces(buffer, buffer):
-                if blocking:
-                    channel.comm.Bcast((piece, MPI.BYTE), root)
-                else:
-                    channel.complete(channel.comm.Ibcast((piece, MPI.BYTE), root), "broadcast")
+            for _, piece in _pieces(buffer, buffer, self.max_count):
+                channel.complete(channel.comm.Ibcast((piece, MPI.BYTE), root), "broadcast")
 
     def split(self, color: int | None, key: int, /) -> Backend | None:
         """Make one group per color, ranks ordered by (key, rank); None gives None."""
@@ -147,6 +128,15 @@ class MpiBackend:
             message = f"{name}: this communicator is closed"
             raise BackendError(message)
         return Operation(self._channel, name, buffers)
+
+
+def _pieces(send: Array, recv: Array, count: int) -> Iterator[tuple[Array, Array]]:
+    """Cut two arrays of one size into flat pieces of at most `count` elements; one array is cut once."""
+    flat_recv = recv.reshape(-1)
+    flat_send = flat_recv if send is recv else send.reshape(-1)
+    for low in range(0, recv.size, count):
+        target = flat_recv[low : low + count]
+        yield (target if send is recv else flat_send[low : low + count]), target
 
 
 def open_backend(comm: Any = None) -> MpiBackend:

@@ -9,6 +9,8 @@ import warnings
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
 from gccomm.backends import Patience
@@ -20,6 +22,10 @@ __all__ = ["Channel", "Operation", "cached"]
 # Tests of a request before the first yield where each rank of this host may have a core: about 50 us.
 SPINS = 100
 
+# A wait this long is for a rank that computes, no longer for the wire: leave it the core.
+YIELD_S = 0.05
+NAP_S = 5e-5
+
 
 class Channel:
     """A communicator of gccomm's own, shared by all handles on one parent.
@@ -30,11 +36,6 @@ class Channel:
         Owned by the channel. Making the channel is collective on it.
     parent : mpi4py.MPI.Intracomm, optional
         The communicator in whose attributes the channel is cached.
-
-    Attributes
-    ----------
-    roomy : bool
-        Whether all ranks are on one host and may have a core each; equal on all ranks.
     """
 
     def __init__(self, comm: Any, parent: Any = None) -> None:
@@ -45,6 +46,7 @@ class Channel:
         self.patience = Patience(comm.rank, comm.size)
         self.interrupt_deadline: float | None = None
         self.thread = threading.get_ident()
+        self._scratch = np.empty(0, np.uint8)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self.local_rank: int = host.rank
@@ -52,9 +54,7 @@ class Channel:
         cores: set[int] = set().union(
             *host.allgather(os.sched_getaffinity(0))
         )  # ranks may be bound to one each
-        enough_cores = host.size <= len(cores)
-        self.roomy = comm.allreduce(self.one_host and enough_cores, op=MPI.LAND)
-        self._spins = SPINS if enough_cores else 1
+        self._spins = SPINS if host.size <= len(cores) else 1
         host.Free()
 
     def complete(self, request: Any, name: str) -> None:
@@ -78,15 +78,24 @@ class Channel:
     def _wait(self, test: Any, name: str) -> None:
         wait = self.patience.begin(name)
         while not test():
-            wait.check()
+            waited = wait.check()
             deadline = self.interrupt_deadline
             if deadline is not None and time.monotonic() >= deadline:
                 abort_job(f"interrupted while waiting in {self.patience.describe(name)}", status=130)
-            os.sched_yield()
+            if waited < YIELD_S:
+                os.sched_yield()
+            else:
+                time.sleep(NAP_S)
 
     def arrive(self, name: str) -> None:
-        """Wait until all ranks are here: what then blocks without a say is only the data's own way."""
+        """Wait until all ranks are here: MPI calls that only exist in a blocking form then take no time."""
         self.complete(self.comm.Ibarrier(), name)
+
+    def scratch(self, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
+        """Return memory that is kept from call to call, so that a steady loop touches no fresh page."""
+        if self._scratch.size < length * dtype.itemsize:
+            self._scratch = np.empty(length * dtype.itemsize, np.uint8)
+        return self._scratch[: length * dtype.itemsize].view(dtype)
 
     def release(self) -> None:
         """Give up one handle; the last one frees the communicator. Collective then, unless it is broken."""

@@ -36,12 +36,15 @@ class Codec(ABC):
         Name of the wire format.
     lossy : bool
         Tensors below ``exact_below`` coordinates bypass a lossy codec and travel exactly.
+    rounds : bool
+        What a rank sends differs from its input, so that error feedback has something to feed back.
     biased : bool
         The rounding error has a mean: error feedback is on by default.
     """
 
     id: ClassVar[str]
     lossy: ClassVar[bool] = True
+    rounds: ClassVar[bool] = True
     biased: ClassVar[bool] = False
 
     @abstractmethod
@@ -61,6 +64,9 @@ class Codec(ABC):
 
     def require_size(self, size: int) -> None:
         """Raise NegotiationError where ``size`` ranks cannot be served. The default serves any."""
+
+    def require_feedback(self, size: int) -> None:
+        """Raise NegotiationError where error feedback over ``size`` ranks would not stay bounded."""
 
     def noise(self, size: int) -> float | None:
         """Return the variance of a sum's coordinate in units of step^2, or None where it is not known in

@@ -28,6 +28,7 @@ class TwoWords(Codec):
 
     id: ClassVar[str] = "two-words"
     lossy: ClassVar[bool] = False
+    rounds: ClassVar[bool] = False
 
     def weight(self, item_bytes: int) -> int:
         """Return 2: two words a coordinate."""
@@ -61,6 +62,7 @@ class Integers(Codec):
 
     id: ClassVar[str] = "integers"
     lossy: ClassVar[bool] = False
+    rounds: ClassVar[bool] = False
 
     def weight(self, item_bytes: int) -> int:
         """Return the most words that a coordinate may need: one per 16 bits and one more for the sign."""

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["BFloat16", "Float16", "Raw"]
 
 
+_HALVES = frozenset(("float16", "bfloat16"))
+
+
 class _Floats(Codec):
     """Convert to a float type of the wire and let the back end sum it."""
 
@@ -32,8 +35,9 @@ class _Floats(Codec):
     def steps(self, x: Operand, state: Any, ctx: Context) -> Steps:
         """Sum floats."""
         wire = self.wire_dtype(x)
-        arrays = x.arrays
-        direct = arrays if arrays is not None and arrays[0].dtype == wire else None
+        direct = None
+        if x.direct is not None and x.direct[0] == wire and (wire not in _HALVES or not x.mean):
+            direct = _as_sent(x.direct[1], wire), _as_sent(x.direct[2], wire)
         yield FloatSum(
             wire,
             x.blocks,
@@ -44,6 +48,10 @@ class _Floats(Codec):
             (lambda: _divide(direct[1], ctx.size)) if direct is not None and x.mean else None,
         )
         return state
+
+
+def _as_sent(array: Buffer, wire: str) -> Buffer:
+    return array.view(np.uint16) if wire in _HALVES else array
 
 
 def _divide(result: Buffer, size: int) -> None:
@@ -59,6 +67,7 @@ class Raw(_Floats):
     """
 
     id: ClassVar[str] = "raw"
+    rounds: ClassVar[bool] = False
 
     def weight(self, item_bytes: int) -> int:
         """Return the words of a coordinate: 2 for float64."""

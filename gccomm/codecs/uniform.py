@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from gccomm.codecs.base import Codec, lane_width
 from gccomm.errors import NegotiationError
-from gccomm.lanes import lanes, safe_limit
+from gccomm.lanes import FIXED_POINT, lanes, safe_limit
 from gccomm.steps import Agree, Context, Steps, Sum
 
 if TYPE_CHECKING:
@@ -51,6 +51,16 @@ class Uniform(Codec):
             safe_limit(self.wire_bits, size)
         except ValueError as error:
             raise NegotiationError(str(error)) from None
+
+    def require_feedback(self, size: int) -> None:
+        """Refuse steps that are not smaller than the block's maximum: residuals would grow for ever."""
+        levels = safe_limit(self.wire_bits, size) / FIXED_POINT
+        if levels <= 1:
+            msg = (
+                f"error feedback with lanes of {self.wire_bits} bits over {size} ranks would diverge: a rank has "
+                f"{levels:.2f} levels and needs more than 1; use a larger wire_bits or error_feedback=False"
+            )
+            raise NegotiationError(msg)
 
     def noise(self, size: int) -> float:
         """Return (n + 1) / 12."""

@@ -98,11 +98,6 @@ GCCOMM_FN U noise(U counter, u32 k1) {
     return x;
 }
 
-template <class U>
-GCCOMM_FN U rotate16(U x) {
-    return (x << 16) | (x >> 16);
-}
-
 // ---- scales ------------------------------------------------------------------------------------------------
 
 struct Scale {

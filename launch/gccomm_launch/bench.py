@@ -141,8 +141,12 @@ def _on_ranks(options: argparse.Namespace) -> int:
     from gccomm_launch.bench_report import HEADER, compare, machine
     from gccomm_launch.bench_timing import StoppedError, Stopper
 
-    comm, mpi = gccomm.init("mpi"), MPI.COMM_WORLD.Dup()
+    comm = gccomm.init("mpi")
     speaks = comm.rank == 0
+    if options.n not in (None, comm.size):
+        _say(speaks, f"gccomm bench: -n {options.n}, but the launcher has started {comm.size} ranks")
+        return 2
+    mpi = MPI.COMM_WORLD.Dup()
     stopper = Stopper(mpi)
     report: dict[str, Any] = {
         "machine": machine(),

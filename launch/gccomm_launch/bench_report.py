@@ -19,7 +19,7 @@ from gccomm_launch.bench_ways import Way
 __all__ = ["HEADER", "Comparison", "Row", "compare", "machine", "make_row"]
 
 HEADER = (
-    f"{'size(B)':>11} {'count':>10}  {'codec':<34} {'wire_bytes':>11} {'time(us)':>10} {'algbw(GB/s)':>11} "
+    f"{'size(B)':>11} {'count':>10}  {'codec':<36} {'wire_bytes':>11} {'time(us)':>10} {'algbw(GB/s)':>11} "
     f"{'busbw(GB/s)':>11} {'vNMSE':>9}"
 )
 
@@ -59,7 +59,7 @@ class Row:
     def line(self) -> str:
         """Return the row under :data:`HEADER`."""
         return (
-            f"{self.size:>11} {self.count:>10}  {self.codec:<34} {self.wire_bytes:>11} {self.time_us:>10.1f} "
+            f"{self.size:>11} {self.count:>10}  {self.codec:<36} {self.wire_bytes:>11} {self.time_us:>10.1f} "
             f"{self.algbw:>11.3f} {self.busbw:>11.3f} {self.vnmse:>9.2e}"
         )
 

@@ -9,7 +9,8 @@ error, and the timeout does when one rank waits for another that has left the te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +71,30 @@ def world() -> Any:
 
 
 @pytest.fixture(scope="session")
-def _verdicts(world: Any) -> Iterator[Any]:
+def _verdicts(world: Any) -> Iterator[Callable[[bool], list[int]]]:
+    from mpi4py import MPI
+
     comm = world.Dup()
-    yield comm
+
+    def ranks_with(flag: bool) -> list[int]:
+        flags = np.zeros(comm.size, np.uint8)
+        flags[comm.rank] = flag
+        # more ranks than cores: a blocking call would spin away the time of the rank that it waits for
+        request = comm.Iallreduce(MPI.IN_PLACE, flags, MPI.MAX)
+        while not request.Test():
+            os.sched_yield()
+        return [int(rank) for rank in np.flatnonzero(flags)]
+
+    yield ranks_with
     comm.Free()
 
 
 @pytest.fixture(autouse=True)
-def _same_verdict(request: pytest.FixtureRequest, _verdicts: Any) -> Iterator[None]:
+def _same_verdict(request: pytest.FixtureRequest, _verdicts: Callable[[bool], list[int]]) -> Iterator[None]:
     """Fail a test on every rank when it failed on one, so that all of them go the same way."""
     yield
     mine = request.node.stash.get(FAILED, False)
-    failed = [rank for rank, bad in enumerate(_verdicts.allgather(mine)) if bad]
+    failed = _verdicts(mine)
     if failed and not mine:
         pytest.fail(f"this test failed on ranks {failed}")
 

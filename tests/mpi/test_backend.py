@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +17,11 @@ import pytest
 
 from gccomm.errors import BackendError
 
-# Below and above the size from which a blocking call is used.
+# Below and above the size from which ranks exchange shares (32 KiB a rank).
 LENGTHS = (0, 1, 7, 255, 2501, 100_003)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def backend() -> Iterator[Any]:
     handle = gccomm_mpi.connect()
     yield handle
@@ -103,14 +105,14 @@ def test_every_root_can_broadcast(backend: Any, world: Any) -> None:
             np.testing.assert_array_equal(buffer, np.full(length, root, np.uint8))
 
 
-def test_large_arrays_are_cut(backend: Any, world: Any) -> None:
-    backend.max_count = 1000
+def test_large_arrays_are_cut(backend: Any, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "max_count", 1000)
     words = words_of(world.rank, 2501).reshape(41, 61)
     backend.sum_words(words)
     expected = every(world, 2501).astype(np.uint64).sum(axis=0) % 2**32
     np.testing.assert_array_equal(words.reshape(-1), expected.astype(np.uint32))
 
-    send = np.full((3, 40_000), world.rank, np.float32)
+    send = np.full((3, 40_001), world.rank, np.float32)
     recv = np.empty_like(send)
     backend.sum_floats(send, recv, "float32")
     np.testing.assert_array_equal(recv, np.full_like(recv, sum(range(world.size))))
@@ -118,6 +120,33 @@ def test_large_arrays_are_cut(backend: Any, world: Any) -> None:
     buffer = (words_of(0, 2501) % 251).astype(np.uint8) if world.rank == 0 else np.zeros(2501, np.uint8)
     backend.broadcast(buffer, 0)
     np.testing.assert_array_equal(buffer, (words_of(0, 2501) % 251).astype(np.uint8))
+
+
+def test_exchanged_float_sums_have_the_same_bits_on_every_rank(backend: Any, world: Any) -> None:
+    values = np.random.default_rng(world.rank).standard_normal(300_007).astype(np.float32)
+    total = np.empty_like(values)
+    backend.sum_floats(values, total, "float32")
+    assert len(set(world.allgather(total.tobytes()))) == 1
+    inputs = [
+        np.random.default_rng(rank).standard_normal(300_007).astype(np.float32) for rank in range(world.size)
+    ]
+    np.testing.assert_allclose(total, np.sum(inputs, axis=0, dtype=np.float64), rtol=0, atol=1e-5)
+
+
+def test_memory_does_not_creep_up(backend: Any) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def calls(number: int) -> int:
+        for _ in range(number):
+            backend.sum_words(np.ones(1000, np.uint32))
+            backend.sum_floats(np.ones(100, np.float32), np.empty(100, np.float32), "float32")
+        for _ in range(number // 20):
+            backend.sum_words(np.ones(100_000, np.uint32))
+        return resident()
+
+    before = calls(400)
+    assert calls(4000) - before < 5_000_000
 
 
 def test_split_by_color_and_key(backend: Any, world: Any) -> None:
@@ -161,9 +190,11 @@ def test_connecting_makes_one_duplicate() -> None:
 
 
 def test_closing_frees_the_duplicate(world: Any) -> None:
-    parent = world.Dup()
+    from mpi4py import MPI
+
     for _ in range(2200):
-        gccomm_mpi.connect(parent).close()
+        gccomm_mpi.connect(MPI.COMM_SELF).close()
+    parent = world.Dup()
     handle = gccomm_mpi.connect(parent)
     part = handle.split(0, 0)
     handle.close()
@@ -293,6 +324,7 @@ def test_called_from_a_worker_thread(backend: Any, world: Any) -> None:
 def test_second_thread_on_a_funneled_mpi_is_noted(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from mpi4py import MPI
 
+    backend.sum_words(np.ones(1, np.uint32))  # from this thread
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_FUNNELED)
 
     def work() -> None:

@@ -1,11 +1,9 @@
 // One block between the user's memory, in any float dtype, and a buffer in the first-level cache.
 #pragma once
 #include "cursor.h"
-#include "halves.h"
+#include "flow.h"
 
 namespace gccomm::GCCOMM_LEVEL {
-
-constexpr int kAhead = 2 * kBlock;  // how far ahead of the arithmetic memory is fetched
 
 // Staged values; zero padded to whole lines.
 struct alignas(64) Floats {
@@ -13,12 +11,6 @@ struct alignas(64) Floats {
 };
 struct alignas(64) Doubles {
     double at[kBlock + kPad];
-};
-
-// Values to work on, and where to prefetch from while doing so (the values themselves if there is nothing to fetch).
-struct Values {
-    const float* data;
-    const float* ahead;
 };
 
 GCCOMM_FN bool is_wide(DType dtype) { return dtype == DType::float64; }
@@ -41,38 +33,24 @@ inline void* block_address(u64 base, const Block& b) {
 }
 
 template <class T>
-inline void pad_line(T* values, int n) {
-    for (int i = n; i < whole_lines(n); i++) values[i] = 0;
-}
-
-inline void copy_floats(const float* in, int n, float* out) {
-    int i = 0;
-    for (; i + kLine <= n; i += kLine) {
-        prefetch(in + i + kAhead);
-        for (int j = i; j < i + kLine; j += kLanes) store(out + j, load<U>(in + j));
-    }
-    for (; i < n; i++) out[i] = in[i];
-    pad_line(out, n);
+inline void zero_from(T* values, int begin, int end) {
+    for (int i = begin; i < end; i++) values[i] = 0;
 }
 
 // n values of a float dtype other than float64 -> float32, zero padded.
 inline void load_floats(DType dtype, const void* in, int n, float* out) {
-    switch (dtype) {
-        case DType::float16:
-            return halves_to_floats<Float16>(static_cast<const u16*>(in), n, out, kAhead);
-        case DType::bfloat16:
-            return halves_to_floats<BFloat16>(static_cast<const u16*>(in), n, out, kAhead);
-        default:
-            return copy_floats(static_cast<const float*>(in), n, out);
-    }
+    with_source(dtype, in, [&](auto source) { flow(source, FloatSink<Memory::near>{{out}}, n); });
+    zero_from(out, n, whole_lines(n));
 }
 
 inline void load_doubles(const double* in, int n, double* out) {
-    for (int i = 0; i < n; i++) {
-        if (i % 8 == 0) prefetch(in + i + kAhead);
-        out[i] = in[i];
+    int i = 0;
+    for (; i + 8 <= n; i += 8) {
+        prefetch(in + i + kAhead);
+        __builtin_memcpy(out + i, in + i, 8 * sizeof(double));
     }
-    pad_line(out, n);
+    for (; i < n; i++) out[i] = in[i];
+    zero_from(out, n, whole_lines(n));
 }
 
 template <class T>
@@ -81,71 +59,40 @@ inline void add_residual(T* values, const T* residual, int n) {
 }
 
 // x, or x + residual, of a block that is not float64.
-inline Values block_values(const Block& b, Floats& buffer) {
+inline void block_values(const Block& b, float* out) {
     const Segment& s = *b.segment;
     const float* residual = element<const float>(s.res_in, b.offset);
-    const void* src = block_address(s.src, b);
-    if (s.dtype == DType::float32 && src != nullptr && residual == nullptr && b.length == kBlock) {
-        const float* x = static_cast<const float*>(src);
-        return {x, x + kAhead};
-    }
-    if (src == nullptr) {
-        for (int i = 0; i < whole_lines(b.length); i++) buffer.at[i] = 0;
-    } else {
-        load_floats(s.dtype, src, b.length, buffer.at);
-    }
-    if (residual != nullptr) add_residual(buffer.at, residual, b.length);
-    return {buffer.at, buffer.at};
+    if (s.src == 0)
+        zero_from(out, 0, whole_lines(b.length));
+    else
+        load_floats(s.dtype, block_address(s.src, b), b.length, out);
+    if (residual != nullptr) add_residual(out, residual, b.length);
 }
 
 // The same of a float64 block.
-inline void wide_values(const Block& b, Doubles& buffer) {
+inline void wide_values(const Block& b, double* out) {
     const Segment& s = *b.segment;
     const double* residual = element<const double>(s.res_in, b.offset);
-    if (s.src == 0) {
-        for (int i = 0; i < whole_lines(b.length); i++) buffer.at[i] = 0;
-    } else {
-        load_doubles(element<const double>(s.src, b.offset), b.length, buffer.at);
-    }
-    if (residual != nullptr) add_residual(buffer.at, residual, b.length);
+    if (s.src == 0)
+        zero_from(out, 0, whole_lines(b.length));
+    else
+        load_doubles(element<const double>(s.src, b.offset), b.length, out);
+    if (residual != nullptr) add_residual(out, residual, b.length);
 }
 
 // Any float block as float64.
 inline void values_as_doubles(const Block& b, Floats& staged, Doubles& out) {
-    if (is_wide(b.segment->dtype)) return wide_values(b, out);
-    const float* x = block_values(b, staged).data;
-    for (int i = 0; i < whole_lines(b.length); i++) out.at[i] = x[i];
+    if (is_wide(b.segment->dtype)) return wide_values(b, out.at);
+    block_values(b, staged.at);
+    for (int i = 0; i < whole_lines(b.length); i++) out.at[i] = staged.at[i];
 }
 
-// Copies n values past the caches where the alignment allows it.
-template <class T>
-inline void stream_out(const T* in, int n, T* out) {
-    constexpr int step = kVectorBytes / static_cast<int>(sizeof(T));
-    const u64 address = reinterpret_cast<u64>(out);
-    int i = 0;
-    if (address % sizeof(T) == 0) {
-        const int head = static_cast<int>(-address % kVectorBytes / sizeof(T));
-        for (; i < head && i < n; i++) out[i] = in[i];
-        for (; i + step <= n; i += step) stream(out + i, load<U>(in + i));
-    }
-    for (; i < n; i++) out[i] = in[i];
-}
-
-// n float32 values -> a dtype other than float64. `in` must be readable to a whole line.
+// n float32 values -> a dtype other than float64.
 inline void store_floats(DType dtype, const float* in, int n, void* out, bool streaming) {
-    switch (dtype) {
-        case DType::float16:
-            return floats_to_halves<Float16>(in, n, static_cast<u16*>(out));
-        case DType::bfloat16:
-            return floats_to_halves<BFloat16>(in, n, static_cast<u16*>(out));
-        default:
-            if (streaming) return stream_out(in, n, static_cast<float*>(out));
-            __builtin_memcpy(out, in, sizeof(float) * static_cast<u32>(n));
-    }
+    with_sink(dtype, out, streaming, [&](auto sink) { flow(NearFloats{in}, sink, n); });
 }
 
-inline void store_doubles(const double* in, int n, double* out, bool streaming) {
-    if (streaming) return stream_out(in, n, out);
+inline void store_doubles(const double* in, int n, double* out) {
     __builtin_memcpy(out, in, sizeof(double) * static_cast<u32>(n));
 }
 

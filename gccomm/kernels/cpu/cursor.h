@@ -17,8 +17,9 @@ struct NoWords {
     int operator()(const Segment&, int) const { return 0; }
 };
 struct LaneWords {
-    int width;
-    int operator()(const Segment&, int length) const { return words_of(length, width); }
+    int width, full;
+    explicit LaneWords(int w) : width(w), full(words_of(kBlock, w)) {}
+    int operator()(const Segment&, int length) const { return length == kBlock ? full : words_of(length, width); }
 };
 struct ExactWords {
     int operator()(const Segment&, int length) const { return 2 * length; }
@@ -52,7 +53,8 @@ class Cursor {
         if (block.offset + block.length > s.size) return false;
         index = at_++;
         word = next_word_;
-        next_word_ += count_(s, block.length);
+        words = count_(s, block.length);
+        next_word_ += words;
         ++number_;
         --left_;
         if (++column_ == per_row_) {
@@ -65,6 +67,7 @@ class Cursor {
     Block block{};
     i64 index = 0;  // of the block in the batch
     i64 word = 0;   // offset of its first word in the batch
+    int words = 0;  // how many it has
 
    private:
     void enter(i64 skip) {

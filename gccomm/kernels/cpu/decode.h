@@ -11,58 +11,61 @@ struct Unrounding {
     BlockNoise noise;
 };
 
-// What a decoded block tells besides its values.
-struct Extras {
-    Check sums;
+// Sum of the squares of a block, in levels.
+struct Energy {
     F squares{};
-    GCCOMM_FN float energy() const {
-        float total = 0;
-        for (int k = 0; k < kLanes; k++) total += squares[k];
-        return total;
+    GCCOMM_FN void add(F value, I inside) {
+        const F level = (F)((I)(value * 0x1p-15f) & inside);
+        squares += level * level;
+    }
+    GCCOMM_FN float total() const {
+        float sum = 0;
+        for (int k = 0; k < kLanes; k++) sum += squares[k];
+        return sum;
     }
 };
 
-// Decoded values, vector by vector.
-template <bool subtract, bool extras>
+// What goes into a sum besides the values.
+enum Extras { none = 0, check_words = 1, energies = 2 };
+
+// Decoded values.
+template <bool subtract, int extras>
 class SumSource {
    public:
-    GCCOMM_FN SumSource(const Integers& q, const Unrounding& r) : q_(q), r_(r), counter_(r.noise.start()) {}
+    GCCOMM_FN SumSource(const Integers& q, const Unrounding& r) : q_(q), r_(r) {}
 
-    GCCOMM_FN void seek(int i) { counter_ = r_.noise.start() + static_cast<u32>(i) * kGolden; }
+    GCCOMM_FN void seek(int i) { counter_ = r_.noise.counter(i); }
 
-    GCCOMM_FN F next(int i) {
-        const I sum = load<I>(q_.at + i);
-        return decode(sum, sum);
+    GCCOMM_FN Pair next(int i) { return {vector(i), vector(i + kLanes)}; }
+
+    GCCOMM_FN Pair part(int i, int count) {
+        seek(i);
+        const F low = vector(i, iota_int() < count);
+        return {low, vector(i + kLanes, iota_int() < count - kLanes)};
     }
 
-    GCCOMM_FN F part(int i, int count) {
-        const I sum = load<I>(q_.at + i);
-        return decode(sum, sum & (iota_int() < count), iota_int() < count);
-    }
-
-    Extras extra;
+    Check check;
+    Energy energy;
 
    private:
-    // `counted` is what goes into the check words.
-    GCCOMM_FN F decode(I sum, I counted, I inside = I{} - 1) {
+    // Lanes that are not inside the block do not count.
+    GCCOMM_FN F vector(int i, I inside = I{} - 1) {
+        const I sum = load<I>(q_.at + i);
         I v = sum << 15;
-        if constexpr (subtract || extras) {
-            const U h = noise(counter_, r_.noise.key.k1);
+        if constexpr (subtract || (extras & check_words)) {
+            const U h = r_.noise.bits(counter_);
             if constexpr (subtract) v = undither<VectorOps>(sum, h, r_.centre);
-            if constexpr (extras) extra.sums.add(counted, h);
+            if constexpr (extras & check_words) check.add(sum & inside, h);
             counter_ += BlockNoise::step;
         }
         const F value = __builtin_convertvector(v, F);
-        if constexpr (extras) {
-            const F level = (F)((I)(value * 0x1p-15f) & inside);
-            extra.squares += level * level;
-        }
+        if constexpr (extras & energies) energy.add(value, inside);
         return value * r_.first * r_.second;
     }
 
     const Integers& q_;
     const Unrounding r_;
-    U counter_;
+    U counter_{};
 };
 
 class Decoder {
@@ -75,24 +78,26 @@ class Decoder {
         zero_after(q_, 0);
     }
 
-    void decode(const Block& b, u32 s, const u32* words, u32* check, float* energy) {
+    void decode(const Block& b, u32 s, const u32* words, int count, u32* check, float* energy) {
         const bool wide = is_wide(b.segment->dtype);
         const Scale scale = split_scale(s, wide);
         Unrounding r{scale.mant * half_step_, 1.0f, centre_, noise_of(b)};
         if (s == 0) r.first = 0;
         if (nonfinite_scale(s, wide)) r.first = float_of(0x7FC00000u);
-        const int later = wide ? 0 : factors(scale.e, r);
-        unpack(args_.width, words, words_of(b.length, args_.width), q_);
+        const int later = wide ? wide_factors(scale.e) : factors(scale.e, r);
+        unpack(args_.width, words, count, q_);
 
         void* dst = block_address(b.segment->dst, b);
-        if (!wide && later == 0 && dst != nullptr)
-            return with_sink(b.segment->dtype, dst, args_.stream,
-                             [&](auto sink) { dequantise(sink, b.length, r, check, energy); });
-        dequantise(FloatSink<Store::near>{x_.at}, b.length, r, check, energy);
-        if (dst == nullptr) return;
-        if (wide) return store_wide(b, scale.e);
-        scale_by_power(x_.at, b.length, later);
-        store_floats(b.segment->dtype, x_.at, b.length, dst, args_.stream);
+        if (dst == nullptr || later != 0) {
+            dequantise(FloatSink<Memory::near>{{x_.at}}, b.length, r, check, energy);
+            if (dst == nullptr) return;
+            return store_later(b, dst, later);
+        }
+        const auto go = [&](auto sink) { dequantise(sink, b.length, r, check, energy); };
+        if (!wide) return with_sink(b.segment->dtype, dst, args_.stream, go);
+        double* out = static_cast<double*>(dst);
+        if (args_.stream && can_stream<double>(dst)) return go(DoubleSink<Memory::streamed>(out, wide_factor(scale.e)));
+        go(DoubleSink<Memory::far>(out, wide_factor(scale.e)));
     }
 
    private:
@@ -109,33 +114,44 @@ class Decoder {
 
     template <class Sink>
     void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, float* energy) const {
-        if (check == nullptr && energy == nullptr) {
-            if (args_.subtract)
-                flow(SumSource<true, false>(q_, r), sink, n);
-            else
-                flow(SumSource<false, false>(q_, r), sink, n);
-            return;
-        }
         if (args_.subtract)
-            dequantise_with_extras<true>(sink, n, r, check, energy);
+            dequantise<true>(sink, n, r, check, energy);
         else
-            dequantise_with_extras<false>(sink, n, r, check, energy);
+            dequantise<false>(sink, n, r, check, energy);
     }
 
     template <bool subtract, class Sink>
-    void dequantise_with_extras(const Sink& sink, int n, const Unrounding& r, u32* check, float* energy) const {
-        SumSource<subtract, true> source(q_, r);
+    void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, float* energy) const {
+        if (check == nullptr && energy == nullptr) return flow(SumSource<subtract, none>(q_, r), sink, n);
+        if (energy == nullptr) {
+            SumSource<subtract, check_words> source(q_, r);
+            flow(source, sink, n);
+            return source.check.store_to(check);
+        }
+        SumSource<subtract, check_words | energies> source(q_, r);
         flow(source, sink, n);
-        if (check != nullptr) source.extra.sums.store_to(check);
-        if (energy != nullptr) *energy = source.extra.energy();
+        if (check != nullptr) source.check.store_to(check);
+        *energy = source.energy.total();
     }
 
-    void store_wide(const Block& b, int e) {
+    // The same for float64, whose second factor is applied in float64 as it is stored.
+    int wide_factors(int e) const { return (e >= -900 && e <= 900) || e >= 1024 ? 0 : e; }
+
+    double wide_factor(int e) const {
         const double inverse = args_.mean ? 1.0 / static_cast<double>(args_.n) : 1.0;
-        const int k = e < 1024 ? e : 0;
-        const double first = pow2_wide(k >> 1), second = pow2_wide(k - (k >> 1));
-        for (int i = 0; i < b.length; i++) wide_.at[i] = static_cast<double>(x_.at[i]) * inverse * first * second;
-        store_doubles(wide_.at, b.length, element<double>(b.segment->dst, b.offset), args_.stream);
+        return e < 1024 ? inverse * pow2_wide(e) : inverse;
+    }
+
+    // The last factor in two exact steps: next to the ends of the range.
+    void store_later(const Block& b, void* dst, int e) {
+        if (!is_wide(b.segment->dtype)) {
+            scale_by_power(x_.at, b.length, e);
+            return store_floats(b.segment->dtype, x_.at, b.length, dst, args_.stream);
+        }
+        const double inverse = wide_factor(0);
+        for (int i = 0; i < b.length; i++) wide_.at[i] = static_cast<double>(x_.at[i]) * inverse;
+        scale_by_power(wide_.at, b.length, e);
+        store_doubles(wide_.at, b.length, static_cast<double*>(dst));
     }
 
     const DecodeArgs& args_;
@@ -149,11 +165,12 @@ class Decoder {
 inline void decode(const Batch& batch, const DecodeArgs& args) {
     const FloatEnvironment environment;
     Decoder decoder(args);
-    for (Cursor<LaneWords> c(batch, {args.width}); c.next();) {
+    for (Cursor<LaneWords> c(batch, LaneWords(args.width)); c.next();) {
         const i64 place = c.index - batch.lo;
         u32* check = args.check == nullptr ? nullptr : args.check + 2 * place;
         float* energy = args.energy == nullptr ? nullptr : args.energy + place;
-        decoder.decode(c.block, args.scales[c.index], args.words.data + (c.word - args.words.base), check, energy);
+        const u32* words = args.words.data + (c.word - args.words.base);
+        decoder.decode(c.block, args.scales[c.index], words, c.words, check, energy);
     }
     if (args.stream) stream_fence();
 }

@@ -5,24 +5,28 @@
 
 namespace gccomm::GCCOMM_LEVEL {
 
-// x * 2^k in two exact steps, so that no factor leaves the range of the type.
-template <class T>
-GCCOMM_FN void scale_by_power(T* x, int n, int k) {
-    T first, second;
-    if constexpr (sizeof(T) == 8) {
-        first = pow2_wide(k >> 1);
-        second = pow2_wide(k - (k >> 1));
-    } else {
-        first = pow2(k >> 1);
-        second = pow2(k - (k >> 1));
-    }
+// 2^k in two factors, each within the range of float64.
+struct Power {
+    double first, second;
+    GCCOMM_FN explicit Power(int k) : first(pow2_wide(k >> 1)), second(pow2_wide(k - (k >> 1))) {}
+};
+
+GCCOMM_FN void scale_by_power(double* x, int n, int k) {
+    const Power power(k);
+    for (int i = 0; i < n; i++) x[i] = x[i] * power.first * power.second;
+}
+
+GCCOMM_FN void scale_by_power(float* x, int n, int k) {
+    const float first = pow2(k >> 1), second = pow2(k - (k >> 1));
     for (int i = 0; i < n; i++) x[i] = x[i] * first * second;
 }
 
+// Noise of the coordinates of a block.
 struct BlockNoise {
     BlockKey key;
-    GCCOMM_FN U start() const { return iota() * kGolden + key.k0; }
     static constexpr u32 step = static_cast<u32>(kLanes) * kGolden;
+    GCCOMM_FN U counter(int i) const { return (iota() + static_cast<u32>(i)) * kGolden + key.k0; }
+    GCCOMM_FN U bits(U counter) const { return noise(counter, key.k1); }
 };
 
 GCCOMM_FN BlockNoise noise_of(const Block& b) {
@@ -36,77 +40,106 @@ struct Rounding {
     BlockNoise noise;
 };
 
-// n values -> integers, whole lines at a time.
+// A sink that rounds: integers go to `out`, their check words are summed.
 template <bool checked>
-inline void quantise_block(Values v, int n, const Rounding& r, Integers& q, u32* check) {
-    U counter = r.noise.start();
-    Check sums;
-    for (int i = 0; i < n; i += kLine) {
-        prefetch(v.ahead + i);
-        for (int j = i; j < i + kLine; j += kLanes) {
-            const U h = noise(counter, r.noise.key.k1);
-            const I y = quantise<VectorOps>(load<F>(v.data + j), r.factor, r.limit, h + r.shift);
-            store(q.at + j, y);
-            if constexpr (checked) sums.add(y, h);
-            counter += BlockNoise::step;
-        }
+class RoundingSink {
+   public:
+    GCCOMM_FN RoundingSink(const Rounding& r, Integers& q) : r_(r), out_(q.at), counter_(r.noise.counter(0)) {}
+
+    GCCOMM_FN void put(int i, Pair v) {
+        put_vector(i, v.low);
+        put_vector(i + kLanes, v.high);
     }
-    if constexpr (checked) sums.store_to(check);
+
+    Check check;
+
+   private:
+    GCCOMM_FN void put_vector(int i, F v) {
+        const U h = r_.noise.bits(counter_);
+        const I q = quantise<VectorOps>(v, r_.factor, r_.limit, h + r_.shift);
+        store(out_ + i, q);
+        if constexpr (checked) check.add(q, h);
+        counter_ += BlockNoise::step;
+    }
+
+    const Rounding r_;
+    i32* out_;
+    U counter_;
+};
+
+// n values -> integers. (Beyond the block, part() gives zeros, which become zeros.)
+template <bool checked, class Source>
+inline void quantise_block(const Source& source, int n, const Rounding& r, Integers& q, u32* check) {
+    RoundingSink<checked> sink(r, q);
+    int i = 0;
+    for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
+    if (i < n) sink.put(i, source.part(i, n - i));
+    if constexpr (checked) sink.check.store_to(check);
 }
 
 // What a lane codec does to one block, the block's own scale apart.
 class Encoder {
    public:
     explicit Encoder(const EncodeArgs& args)
-        : args_(args),
-          limit_(float_below(args.limit)),
-          unit_(static_cast<float>(65536.0 / args.limit)) {
+        : args_(args), limit_(float_below(args.limit)), unit_(static_cast<float>(65536.0 / args.limit)) {
         zero_after(q_, 0);
     }
 
-    void encode(const Block& b, u32 s, u32* words, u32* check) {
+    void encode(const Block& b, u32 s, u32* words, int count, u32* check) {
         const bool wide = is_wide(b.segment->dtype);
-        const int count = words_of(b.length, args_.width);
         if (nonfinite_scale(s, wide) || s == 0) {
             __builtin_memset(words, 0, sizeof(u32) * static_cast<u32>(count));
             if (check != nullptr) check[0] = check[1] = 0;
-            skip(b, s);
-            return;
+            return skip(b, s);
         }
         const Scale scale = split_scale(s, wide);
         Rounding r{limit_ / scale.mant, args_.limit, args_.shift << 16, noise_of(b)};
-        const Values v = wide ? scaled_wide(b, scale) : scaled(b, scale, r);
-        if (check != nullptr)
-            quantise_block<true>(v, b.length, r, q_, check);
+        if (wide)
+            encode_wide(b, scale, r, check);
         else
-            quantise_block<false>(v, b.length, r, q_, nullptr);
+            encode_floats(b, scale, r, check);
         if (b.length < kBlock) zero_after(q_, b.length);
         pack(args_.width, q_, count, words);
-        if (b.segment->res_out != 0) wide ? wide_residual(b, scale) : residual(b, scale);
+        if (b.segment->res_out == 0) return;
+        if (wide)
+            wide_residual(b, scale);
+        else
+            residual(b, scale);
     }
 
    private:
-    // Values that quantise_block multiplies by r.factor; 2^-e goes into the factor where that is exact.
-    Values scaled(const Block& b, Scale scale, Rounding& r) {
-        const Values v = block_values(b, x_);
-        v_ = v.data;
-        const int exponent = static_cast<int>(bits_of(r.factor) >> 23) - scale.e;
-        if (exponent >= 1 && exponent <= 254) {
-            r.factor = float_of(bits_of(r.factor) - (static_cast<u32>(scale.e) << 23));
-            return v;
-        }
-        const int n = whole_lines(b.length);
-        for (int i = 0; i < n; i++) scaled_.at[i] = v.data[i];
-        scale_by_power(scaled_.at, n, -scale.e);
-        return {scaled_.at, scaled_.at};
+    template <class Source>
+    void quantise(const Source& source, const Block& b, const Rounding& r, u32* check) {
+        if (check != nullptr)
+            quantise_block<true>(source, b.length, r, q_, check);
+        else
+            quantise_block<false>(source, b.length, r, q_, nullptr);
     }
 
-    Values scaled_wide(const Block& b, Scale scale) {
-        wide_values(b, wide_);
-        const int n = whole_lines(b.length), k = -scale.e;
-        const double first = pow2_wide(k >> 1), second = pow2_wide(k - (k >> 1));
-        for (int i = 0; i < n; i++) scaled_.at[i] = static_cast<float>(wide_.at[i] * first * second);
-        return {scaled_.at, scaled_.at};
+    // 2^-e goes into the factor where that is exact.
+    void encode_floats(const Block& b, Scale scale, Rounding& r, u32* check) {
+        const Segment& s = *b.segment;
+        const int exponent = static_cast<int>(bits_of(r.factor) >> 23) - scale.e;
+        const bool folds = exponent >= 1 && exponent <= 254;
+        if (folds) r.factor = float_of(bits_of(r.factor) - (static_cast<u32>(scale.e) << 23));
+        if (folds && s.src != 0 && s.res_in == 0 && s.res_out == 0)
+            return with_source(s.dtype, block_address(s.src, b), [&](auto source) { quantise(source, b, r, check); });
+        block_values(b, x_.at);
+        if (folds) return quantise(NearFloats{x_.at}, b, r, check);
+        for (int i = 0; i < b.length; i++) scaled_.at[i] = x_.at[i];
+        scale_by_power(scaled_.at, b.length, -scale.e);
+        quantise(NearFloats{scaled_.at}, b, r, check);
+    }
+
+    void encode_wide(const Block& b, Scale scale, const Rounding& r, u32* check) {
+        const Segment& s = *b.segment;
+        const Power power(-scale.e);
+        const double* x = element<const double>(s.src, b.offset);
+        if (s.src == 0 || s.res_in != 0 || s.res_out != 0) {
+            wide_values(b, wide_.at);
+            x = wide_.at;
+        }
+        quantise(ScaledDoubles{x, power.first, power.second}, b, r, check);
     }
 
     // What the integers leave over. (float32: the product is at least 2^-31, so one multiplication by 2^e rounds
@@ -114,7 +147,7 @@ class Encoder {
     void residual(const Block& b, Scale scale) {
         float* out = element<float>(b.segment->res_out, b.offset);
         const float unit = scale.mant * unit_, power = pow2(scale.e);
-        for (int i = 0; i < b.length; i++) out[i] = v_[i] - static_cast<float>(q_.at[i]) * unit * power;
+        for (int i = 0; i < b.length; i++) out[i] = x_.at[i] - static_cast<float>(q_.at[i]) * unit * power;
     }
 
     void wide_residual(const Block& b, Scale scale) {
@@ -131,17 +164,16 @@ class Encoder {
         if (segment.res_out == 0) return;
         if (s != 0) return keep_residual(b);
         if (is_wide(segment.dtype)) {
-            wide_values(b, wide_);
-            store_doubles(wide_.at, b.length, element<double>(segment.res_out, b.offset), false);
+            wide_values(b, wide_.at);
+            store_doubles(wide_.at, b.length, element<double>(segment.res_out, b.offset));
         } else {
-            const float* v = block_values(b, x_).data;
-            store_floats(DType::float32, v, b.length, element<float>(segment.res_out, b.offset), false);
+            block_values(b, x_.at);
+            store_floats(DType::float32, x_.at, b.length, element<float>(segment.res_out, b.offset), false);
         }
     }
 
     const EncodeArgs& args_;
     float limit_, unit_;
-    const float* v_ = nullptr;  // of the current block, unless float64
     Integers q_;
     Floats x_, scaled_;
     Doubles wide_;
@@ -150,9 +182,10 @@ class Encoder {
 inline void encode(const Batch& batch, const EncodeArgs& args) {
     const FloatEnvironment environment;
     Encoder encoder(args);
-    for (Cursor<LaneWords> c(batch, {args.width}); c.next();) {
+    for (Cursor<LaneWords> c(batch, LaneWords(args.width)); c.next();) {
         u32* check = args.check == nullptr ? nullptr : args.check + 2 * (c.index - batch.lo);
-        encoder.encode(c.block, args.scales[c.index], args.words.data + (c.word - args.words.base), check);
+        u32* words = args.words.data + (c.word - args.words.base);
+        encoder.encode(c.block, args.scales[c.index], words, c.words, check);
     }
 }
 

@@ -40,7 +40,7 @@ class Exact {
         const bool wide = is_wide(segment.dtype);
         const i32* high = reinterpret_cast<const i32*>(words);
         sum(high, high + b.length, b.length, s, wide);
-        if (wide) return store_doubles(x_.at, b.length, element<double>(segment.dst, b.offset), false);
+        if (wide) return store_doubles(x_.at, b.length, element<double>(segment.dst, b.offset));
         for (int i = 0; i < b.length; i++) staged_.at[i] = static_cast<float>(x_.at[i]);
         store_floats(segment.dtype, staged_.at, b.length, block_address(segment.dst, b), false);
     }

@@ -11,10 +11,12 @@ struct MeanSource {
     Source source;
     float ranks, inverse;  // of which the inverse serves if it is exact
     bool exact;
-    GCCOMM_FN void seek(int i) { source.seek(i); }
-    GCCOMM_FN F next(int i) const { return divided(source.next(i)); }
-    GCCOMM_FN F part(int i, int count) const { return divided(source.part(i, count)); }
-    GCCOMM_FN F divided(F v) const { return exact ? v * inverse : v / ranks; }
+    GCCOMM_FN void seek(int i) const { source.seek(i); }
+    GCCOMM_FN Pair next(int i) const { return divided(source.next(i)); }
+    GCCOMM_FN Pair part(int i, int count) const { return divided(source.part(i, count)); }
+    GCCOMM_FN Pair divided(Pair v) const {
+        return exact ? Pair{v.low * inverse, v.high * inverse} : Pair{v.low / ranks, v.high / ranks};
+    }
 };
 
 class FloatCodec {
@@ -25,7 +27,7 @@ class FloatCodec {
         const Segment& s = *b.segment;
         if (is_wide(s.dtype)) return encode_wide(b, wire);
         const bool plain = s.src != 0 && s.res_in == 0 && s.res_out == 0 && !wide_wire_;
-        if (plain) return convert(s.dtype, block_address(s.src, b), b.length, args_.wire, wire, false);
+        if (plain) return convert(s.dtype, block_address(s.src, b), b.length, args_.wire, wire, args_.stream);
         encode_staged(b, wire);
     }
 
@@ -37,7 +39,7 @@ class FloatCodec {
         const float ranks = static_cast<float>(args_.n);
         with_source(args_.wire, wire, [&]<class Source>(Source source) {
             const MeanSource<Source> mean{source, ranks, 1.0f / ranks, (args_.n & (args_.n - 1)) == 0};
-            with_sink(b.segment->dtype, dst, args_.stream, [&](auto sink) { flow(MeanSource(mean), sink, b.length); });
+            with_sink(b.segment->dtype, dst, args_.stream, [&](auto sink) { flow(mean, sink, b.length); });
         });
     }
 
@@ -49,24 +51,24 @@ class FloatCodec {
     }
 
     void encode_staged(const Block& b, void* wire) {
-        const Values v = block_values(b, x_);
+        block_values(b, x_.at);
         if (wide_wire_) {
             double* out = static_cast<double*>(wire);
-            for (int i = 0; i < b.length; i++) out[i] = v.data[i];
+            for (int i = 0; i < b.length; i++) out[i] = x_.at[i];
         } else {
-            store_floats(args_.wire, v.data, b.length, wire, false);
+            store_floats(args_.wire, x_.at, b.length, wire, false);
         }
         float* residual = element<float>(b.segment->res_out, b.offset);
         if (residual == nullptr) return;
         if (!wide_wire_) load_floats(args_.wire, wire, b.length, y_.at);
-        const float* sent = wide_wire_ ? v.data : y_.at;
-        keep_rest(v.data, sent, b.length, element<const float>(b.segment->res_in, b.offset), residual);
+        const float* sent = wide_wire_ ? x_.at : y_.at;
+        keep_rest(x_.at, sent, b.length, element<const float>(b.segment->res_in, b.offset), residual);
     }
 
     void encode_wide(const Block& b, void* wire) {
-        wide_values(b, wide_);
+        wide_values(b, wide_.at);
         if (wide_wire_) {
-            store_doubles(wide_.at, b.length, static_cast<double*>(wire), false);
+            store_doubles(wide_.at, b.length, static_cast<double*>(wire));
         } else {
             for (int i = 0; i < whole_lines(b.length); i++) x_.at[i] = static_cast<float>(wide_.at[i]);
             store_floats(args_.wire, x_.at, b.length, wire, false);
@@ -102,7 +104,7 @@ class FloatCodec {
             for (int i = 0; i < b.length; i++) sent_.at[i] = y_.at[i];
         }
         if (is_wide(b.segment->dtype))
-            return store_doubles(sent_.at, b.length, element<double>(b.segment->dst, b.offset), args_.stream);
+            return store_doubles(sent_.at, b.length, element<double>(b.segment->dst, b.offset));
         for (int i = 0; i < b.length; i++) x_.at[i] = static_cast<float>(sent_.at[i]);
         store_floats(b.segment->dtype, x_.at, b.length, block_address(b.segment->dst, b), args_.stream);
     }
@@ -127,6 +129,7 @@ inline void float_encode(const Batch& batch, const FloatArgs& args) {
         codec.encode(c.block, wire);
         wire += c.block.length * size_of(args.wire);
     }
+    if (args.stream) stream_fence();
 }
 
 inline void float_decode(const Batch& batch, const FloatArgs& args) {

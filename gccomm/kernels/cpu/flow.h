@@ -1,16 +1,23 @@
-// Vectors from a source to a sink in one pass: values are converted in registers on the way.
+// Values from a source to a sink in one pass, converted in registers on the way.
 //
-// A source has next(i), the vector at coordinate i, and part(i, count), of which only `count` lanes are real (no
-// memory beyond them is touched). A sink has head(n), the coordinates before its first aligned address, and put(i, v).
+// A source has next(i), the pair of vectors at coordinate i, and part(i, count), a pair of which only `count` lanes
+// are real: the others are zero, and no memory is touched for them. seek(i) says where next() will go on.
+// A sink has head(n), the coordinates before its first aligned address, put(i, pair), and near(buffer), the same sink
+// for a buffer in the cache.
 #pragma once
-#include "blocks.h"
+#include "halves.h"
+#include "table.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
+constexpr int kAhead = 2 * kBlock;  // how many elements ahead of the arithmetic memory is fetched
+
+enum class Memory { near, far, streamed };  // a staging buffer, memory, memory past the caches
+
 template <class Source, class Sink>
 GCCOMM_FN void put_part(Source& source, const Sink& sink, int i, int count) {
-    typename Sink::Element staged[kLanes];
-    typename Sink::Near{staged}.put(0, source.part(i, count));
+    typename Sink::Element staged[kPair];
+    sink.near(staged).put(0, source.part(i, count));
     __builtin_memcpy(sink.out + i, staged, sizeof staged[0] * static_cast<u32>(count));
 }
 
@@ -20,64 +27,104 @@ GCCOMM_FN void flow(Source&& source, const Sink sink, int n) {
     int i = sink.head(n);
     if (i > 0) put_part(source, sink, 0, i);
     source.seek(i);
-    for (; i + kLanes <= n; i += kLanes) sink.put(i, source.next(i));
+    for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
     if (i < n) put_part(source, sink, i, n - i);
+}
+
+// Fetches `bytes` bytes some blocks ahead of a pair at `address`.
+template <class Element>
+GCCOMM_FN void fetch_ahead(const Element* address, bool to_write) {
+    const Element* ahead = address + kAhead;
+    for (u32 i = 0; i < kPair; i += 64 / sizeof(Element)) {
+        if (to_write)
+            __builtin_prefetch(ahead + i, 1, 3);
+        else
+            __builtin_prefetch(ahead + i, 0, 3);
+    }
 }
 
 // ---- sinks -------------------------------------------------------------------------------------------------
 
-// Asks for the line that will be written some blocks later.
-GCCOMM_FN void fetch_to_write(const void* address) {
-    __builtin_prefetch(static_cast<const u8*>(address) + sizeof(float) * kAhead, 1, 3);
-}
+template <class T, Memory memory>
+struct SinkBase {
+    using Element = T;
+    T* out;
 
-enum class Store { near, cached, streaming };  // a staging buffer, memory, memory past the caches
-
-template <Store kind>
-struct FloatSink {
-    using Element = float;
-    using Near = FloatSink<Store::near>;
-    float* out;
     GCCOMM_FN int head(int n) const {
-        if constexpr (kind != Store::streaming) return 0;
-        const int before = static_cast<int>((-reinterpret_cast<u64>(out) % kVectorBytes) / sizeof(float));
+        if constexpr (memory != Memory::streamed) return 0;
+        const int before = static_cast<int>(-reinterpret_cast<u64>(out) % kVectorBytes / sizeof(T));
         return before < n ? before : n;
     }
-    GCCOMM_FN void put(int i, F v) const {
-        if constexpr (kind == Store::streaming) {
-            stream(out + i, (U)v);
-        } else {
-            if constexpr (kind == Store::cached) fetch_to_write(out + i);
+
+   protected:
+    template <class V>
+    GCCOMM_FN void put_vector(int i, V v) const {
+        if constexpr (memory == Memory::streamed)
+            stream(out + i, v);
+        else
             store(out + i, v);
-        }
+    }
+    GCCOMM_FN void fetch(int i) const {
+        if constexpr (memory == Memory::far) fetch_ahead(out + i, true);
     }
 };
 
-template <class Half, Store kind>
-struct HalfSink {
-    using Element = u16;
-    using Near = HalfSink<Half, Store::near>;
-    u16* out;
-    GCCOMM_FN int head(int) const { return 0; }
-    GCCOMM_FN void put(int i, F v) const {
-        if constexpr (kind == Store::cached) fetch_to_write(out + i);
-        store(out + i, Half::from_float(v));
+template <Memory memory>
+struct FloatSink : SinkBase<float, memory> {
+    GCCOMM_FN static FloatSink<Memory::near> near(float* buffer) { return {{buffer}}; }
+    GCCOMM_FN void put(int i, Pair v) const {
+        this->fetch(i);
+        this->put_vector(i, v.low);
+        this->put_vector(i + kLanes, v.high);
     }
 };
+
+template <class Half, Memory memory>
+struct HalfSink : SinkBase<u16, memory> {
+    GCCOMM_FN static HalfSink<Half, Memory::near> near(u16* buffer) { return {{buffer}}; }
+    GCCOMM_FN void put(int i, Pair v) const {
+        this->fetch(i);
+        this->put_vector(i, Half::from_floats(v));
+    }
+};
+
+// float64: the values times a factor, in float64.
+template <Memory memory>
+struct DoubleSink : SinkBase<double, memory> {
+    double factor;
+    GCCOMM_FN DoubleSink(double* address, double f) : SinkBase<double, memory>{address}, factor(f) {}
+    GCCOMM_FN DoubleSink<Memory::near> near(double* buffer) const { return {buffer, factor}; }
+    GCCOMM_FN void put(int i, Pair v) const {
+        this->fetch(i);
+        this->put_vector(i, widen_low(v.low) * factor);
+        this->put_vector(i + kLanes / 2, widen_high(v.low) * factor);
+        this->put_vector(i + kLanes, widen_low(v.high) * factor);
+        this->put_vector(i + kLanes + kLanes / 2, widen_high(v.high) * factor);
+    }
+};
+
+// Whether stores to elements of T at this address may go past the caches.
+template <class T>
+GCCOMM_FN bool can_stream(const void* address) {
+    return reinterpret_cast<u64>(address) % sizeof(T) == 0;
+}
 
 // Calls f with the sink of a dtype other than float64.
 template <class Function>
 GCCOMM_FN void with_sink(DType dtype, void* out, bool streaming, Function f) {
-    switch (dtype) {
-        case DType::float16:
-            return f(HalfSink<Float16, Store::cached>{static_cast<u16*>(out)});
-        case DType::bfloat16:
-            return f(HalfSink<BFloat16, Store::cached>{static_cast<u16*>(out)});
-        default:
-            if (streaming && reinterpret_cast<u64>(out) % sizeof(float) == 0)
-                return f(FloatSink<Store::streaming>{static_cast<float*>(out)});
-            return f(FloatSink<Store::cached>{static_cast<float*>(out)});
+    float* floats = static_cast<float*>(out);
+    u16* halves = static_cast<u16*>(out);
+    if (dtype == DType::float32) {
+        if (streaming && can_stream<float>(out)) return f(FloatSink<Memory::streamed>{{floats}});
+        return f(FloatSink<Memory::far>{{floats}});
     }
+    const bool past = streaming && can_stream<u16>(out);
+    if (dtype == DType::float16) {
+        if (past) return f(HalfSink<Float16, Memory::streamed>{{halves}});
+        return f(HalfSink<Float16, Memory::far>{{halves}});
+    }
+    if (past) return f(HalfSink<BFloat16, Memory::streamed>{{halves}});
+    return f(HalfSink<BFloat16, Memory::far>{{halves}});
 }
 
 // ---- sources -----------------------------------------------------------------------------------------------
@@ -93,20 +140,41 @@ struct HalfFormat {
     static GCCOMM_FN F load_from(const u16* x) { return Half::to_float(load<U16>(x)); }
 };
 
-// An array in memory, fetched ahead.
-template <class Format>
+template <class Format, Memory memory>
 struct ArraySource {
     using Element = typename Format::Element;
     const Element* x;
-    GCCOMM_FN void seek(int) {}
-    GCCOMM_FN F next(int i) const {
-        prefetch(x + i + kAhead);
-        return Format::load_from(x + i);
+    GCCOMM_FN void seek(int) const {}
+    GCCOMM_FN Pair next(int i) const {
+        if constexpr (memory == Memory::far) fetch_ahead(x + i, false);
+        return {Format::load_from(x + i), Format::load_from(x + i + kLanes)};
     }
-    GCCOMM_FN F part(int i, int count) const {
-        Element staged[kLanes] = {};
+    GCCOMM_FN Pair part(int i, int count) const {
+        Element staged[kPair] = {};
         __builtin_memcpy(staged, x + i, sizeof(Element) * static_cast<u32>(count));
-        return Format::load_from(staged);
+        return {Format::load_from(staged), Format::load_from(staged + kLanes)};
+    }
+};
+using NearFloats = ArraySource<FloatFormat, Memory::near>;
+
+// float64 times two factors, rounded to float32.
+struct ScaledDoubles {
+    const double* x;
+    double first, second;
+    GCCOMM_FN void seek(int) const {}
+    GCCOMM_FN Pair next(int i) const {
+        fetch_ahead(x + i, false);
+        return {vector(x + i), vector(x + i + kLanes)};
+    }
+    GCCOMM_FN Pair part(int i, int count) const {
+        double staged[kPair] = {};
+        __builtin_memcpy(staged, x + i, sizeof(double) * static_cast<u32>(count));
+        return {vector(staged), vector(staged + kLanes)};
+    }
+
+   private:
+    GCCOMM_FN F vector(const double* at) const {
+        return narrow(load<D>(at) * first * second, load<D>(at + kLanes / 2) * first * second);
     }
 };
 
@@ -115,12 +183,31 @@ template <class Function>
 GCCOMM_FN void with_source(DType dtype, const void* x, Function f) {
     switch (dtype) {
         case DType::float16:
-            return f(ArraySource<HalfFormat<Float16>>{static_cast<const u16*>(x)});
+            return f(ArraySource<HalfFormat<Float16>, Memory::far>{static_cast<const u16*>(x)});
         case DType::bfloat16:
-            return f(ArraySource<HalfFormat<BFloat16>>{static_cast<const u16*>(x)});
+            return f(ArraySource<HalfFormat<BFloat16>, Memory::far>{static_cast<const u16*>(x)});
         default:
-            return f(ArraySource<FloatFormat>{static_cast<const float*>(x)});
+            return f(ArraySource<FloatFormat, Memory::far>{static_cast<const float*>(x)});
     }
+}
+
+// ---- sums of 16-bit floats ---------------------------------------------------------------------------------
+
+template <class Half>
+struct HalfSums {
+    ArraySource<HalfFormat<Half>, Memory::near> a, b;
+    GCCOMM_FN void seek(int) const {}
+    GCCOMM_FN Pair next(int i) const { return sum(a.next(i), b.next(i)); }
+    GCCOMM_FN Pair part(int i, int count) const { return sum(a.part(i, count), b.part(i, count)); }
+    static GCCOMM_FN Pair sum(Pair x, Pair y) { return {x.low + y.low, x.high + y.high}; }
+};
+
+// inout += in, elementwise in float32: the body of an MPI reduction.
+template <class Half>
+inline void add_halves(void* in, void* inout, int* length, void*) {
+    const FloatEnvironment environment;
+    u16* out = static_cast<u16*>(inout);
+    flow(HalfSums<Half>{{out}, {static_cast<const u16*>(in)}}, HalfSink<Half, Memory::near>{{out}}, *length);
 }
 
 }  // namespace gccomm::GCCOMM_LEVEL

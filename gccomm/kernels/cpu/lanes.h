@@ -79,25 +79,26 @@ inline void unpack(int width, const u32* in, int words, Integers& q) {
     with_width(width, [&]<int w>() { unpack<w>(in, words, q); });
 }
 
-// The two check words of a block: sums mod 2^32 of H q and rotl(H, 16) q.
+// The two check words of a block: sums mod 2^32 of H q and rotl(H, 16) q. As rotl(H, 16) = (H >> 16) + (H << 16), the
+// second is the sum of (H >> 16) q plus the first << 16.
 class Check {
    public:
     GCCOMM_FN void add(I q, U noise_bits) {
         first_ += noise_bits * (U)q;
-        second_ += rotate16(noise_bits) * (U)q;
+        upper_ += (noise_bits >> 16) * (U)q;
     }
     GCCOMM_FN void store_to(u32* out) const {
-        u32 first = 0, second = 0;
+        u32 first = 0, upper = 0;
         for (int k = 0; k < kLanes; k++) {
             first += first_[k];
-            second += second_[k];
+            upper += upper_[k];
         }
         out[0] = first;
-        out[1] = second;
+        out[1] = upper + (first << 16);
     }
 
    private:
-    U first_{}, second_{};
+    U first_{}, upper_{};
 };
 
 }  // namespace gccomm::GCCOMM_LEVEL

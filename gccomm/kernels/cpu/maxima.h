@@ -4,24 +4,8 @@
 
 namespace gccomm::GCCOMM_LEVEL {
 
-// Largest pattern of |x|; integers order the patterns as floats, with inf and NaN on top.
-inline u32 largest_float(Values v, int n) {
-    I high[2] = {};
-    int i = 0;
-    for (; i + 2 * kLine <= n; i += 2 * kLine) {
-        prefetch(v.ahead + i);
-        prefetch(v.ahead + i + kLine);
-        for (int j = i; j < i + 2 * kLine; j += 2 * kLanes)
-            for (int k = 0; k < 2; k++) high[k] = larger(high[k], load<I>(v.data + j + k * kLanes) & 0x7FFFFFFF);
-    }
-    for (; i < n; i += kLanes) high[0] = larger(high[0], load<I>(v.data + i) & 0x7FFFFFFF);
-    high[0] = larger(high[0], high[1]);
-    i32 top = 0;
-    for (int k = 0; k < kLanes; k++) top = high[0][k] > top ? high[0][k] : top;
-    return static_cast<u32>(top);
-}
-
-// Largest pattern without its sign bit, of n integers of type T in vectors V.
+// Largest pattern without its sign bit, of n signed integers of type T in vectors V. Integers order the patterns of
+// floats as the floats, with inf and NaN on top.
 template <class V, class T>
 inline T largest_pattern(const T* x, int n) {
     constexpr int step = kVectorBytes / static_cast<int>(sizeof(T));
@@ -40,37 +24,50 @@ inline T largest_pattern(const T* x, int n) {
     T top = 0;
     for (int k = 0; k < step; k++) top = high[0][k] > top ? high[0][k] : top;
     for (; i < n; i++) {
-        const T v = x[i] & mask;
+        const T v = load<T>(x + i) & mask;
         top = v > top ? v : top;
     }
     return top;
 }
 
-inline u32 largest_half(const u16* x, int n) {
-    return static_cast<u32>(largest_pattern<I16>(reinterpret_cast<const short*>(x), n));
+inline u32 largest_half(const void* x, int n) {
+    return static_cast<u32>(largest_pattern<I16>(static_cast<const short*>(x), n));
 }
 
-inline u64 largest_double(const double* x, int n) {
-    return static_cast<u64>(largest_pattern<I64>(reinterpret_cast<const i64*>(x), n));
+inline u32 largest_float(const void* x, int n) {
+    return static_cast<u32>(largest_pattern<I>(static_cast<const i32*>(x), n));
+}
+
+inline u64 largest_double(const void* x, int n) {
+    return static_cast<u64>(largest_pattern<I64>(static_cast<const i64*>(x), n));
+}
+
+// Scale word of what lies in memory.
+inline u32 plain_maximum(DType dtype, const void* x, int n) {
+    switch (dtype) {
+        case DType::float64:
+            return wide_scale(largest_double(x, n));
+        case DType::bfloat16:
+            return largest_half(x, n) << 16;
+        case DType::float16:
+            return bits_of(half_to_float<Float16>(static_cast<u16>(largest_half(x, n))));
+        default:
+            return largest_float(x, n);
+    }
 }
 
 // Scale word of x, or of x + residual.
 inline u32 block_maximum(const Block& b) {
     const Segment& s = *b.segment;
-    const bool plain = s.src != 0 && s.res_in == 0;
-    if (s.dtype == DType::float64) {
-        if (plain) return wide_scale(largest_double(element<const double>(s.src, b.offset), b.length));
-        Doubles buffer;
-        wide_values(b, buffer);
-        return wide_scale(largest_double(buffer.at, b.length));
+    if (s.src != 0 && s.res_in == 0) return plain_maximum(s.dtype, block_address(s.src, b), b.length);
+    if (is_wide(s.dtype)) {
+        Doubles staged;
+        wide_values(b, staged.at);
+        return plain_maximum(DType::float64, staged.at, b.length);
     }
-    if (plain && s.dtype == DType::bfloat16) return largest_half(element<const u16>(s.src, b.offset), b.length) << 16;
-    if (plain && s.dtype == DType::float16) {
-        const u32 top = largest_half(element<const u16>(s.src, b.offset), b.length);
-        return bits_of(half_to_float<Float16>(static_cast<u16>(top)));
-    }
-    Floats buffer;
-    return largest_float(block_values(b, buffer), b.length);
+    Floats staged;
+    block_values(b, staged.at);
+    return plain_maximum(DType::float32, staged.at, b.length);
 }
 
 inline void maxima(const Batch& batch, u32* out) {

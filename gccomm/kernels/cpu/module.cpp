@@ -96,8 +96,12 @@ FloatArgs float_args(Address buffer, int wire, Index n, bool mean, bool stream) 
     return {pointer<void>(buffer), static_cast<DType>(wire), n, mean, stream};
 }
 
+// From so many blocks on, the buffer would leave the caches before it is sent: it is written past them.
+constexpr Index kStreamBlocks = 8192;
+
 void float_encode(Address table, Index segments, Index lo, Index hi, Address buffer, int wire) {
-    kernels().float_encode(batch(table, segments, lo, hi), float_args(buffer, wire, 1, false, false));
+    const bool stream = hi - lo >= kStreamBlocks;
+    kernels().float_encode(batch(table, segments, lo, hi), float_args(buffer, wire, 1, false, stream));
 }
 
 void float_decode(Address table, Index segments, Index lo, Index hi, Address buffer, int wire, Index n, bool mean,

@@ -23,9 +23,16 @@ typedef float F __attribute__((vector_size(kVectorBytes)));
 typedef i32 I __attribute__((vector_size(kVectorBytes)));
 typedef u32 U __attribute__((vector_size(kVectorBytes)));
 typedef i64 I64 __attribute__((vector_size(kVectorBytes)));
-typedef short I16 __attribute__((vector_size(kVectorBytes)));    // as many bytes as U
+typedef short I16 __attribute__((vector_size(kVectorBytes)));
+typedef u16 W16 __attribute__((vector_size(kVectorBytes)));
 typedef u16 U16 __attribute__((vector_size(kVectorBytes / 2)));  // as many lanes as U
-typedef u16 W16 __attribute__((vector_size(kVectorBytes)));      // as many bytes as U
+typedef double D __attribute__((vector_size(kVectorBytes)));     // half as many lanes as F
+
+// The unit in which loops move: neighbouring vectors.
+constexpr int kPair = 2 * kLanes;
+struct Pair {
+    F low, high;
+};
 
 template <class V>
 GCCOMM_FN V load(const void* address) {
@@ -71,8 +78,78 @@ GCCOMM_FN I round_fixed_vector(F x) {
 #endif
 }
 
+GCCOMM_FN U widen(U16 x) { return __builtin_convertvector(x, U); }
+
+// Two vectors of numbers below 2^16 as one of 16-bit numbers. (Named instructions: gcc makes long shuffles of the
+// plain conversion.)
+GCCOMM_FN W16 narrow(U low, U high) {
+#if defined(__AVX512BW__)
+    const __m512i even = (__m512i)(iota() * 0x00040004u + 0x00020000u);  // 0, 2, 4 ... 62
+    return (W16)_mm512_permutex2var_epi16((__m512i)low, even, (__m512i)high);
+#elif defined(__AVX2__)
+    return (W16)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)low, (__m256i)high), 0xD8);
+#elif defined(__SSE4_1__)
+    return (W16)_mm_packus_epi32((__m128i)low, (__m128i)high);
+#else
+    W16 all{};
+    for (int i = 0; i < kLanes; i++) {
+        all[i] = static_cast<u16>(low[i]);
+        all[i + kLanes] = static_cast<u16>(high[i]);
+    }
+    return all;
+#endif
+}
+
+GCCOMM_FN F narrow(D low, D high) {
+#if defined(__AVX512DQ__)
+    const __m512 first = _mm512_castps256_ps512(_mm512_cvtpd_ps((__m512d)low));
+    return (F)_mm512_insertf32x8(first, _mm512_cvtpd_ps((__m512d)high), 1);
+#elif defined(__AVX2__)
+    return (F)_mm256_set_m128(_mm256_cvtpd_ps((__m256d)high), _mm256_cvtpd_ps((__m256d)low));
+#elif defined(__SSE2__)
+    return (F)_mm_movelh_ps(_mm_cvtpd_ps((__m128d)low), _mm_cvtpd_ps((__m128d)high));
+#else
+    F all{};
+    for (int i = 0; i < kLanes / 2; i++) {
+        all[i] = static_cast<float>(low[i]);
+        all[i + kLanes / 2] = static_cast<float>(high[i]);
+    }
+    return all;
+#endif
+}
+
+GCCOMM_FN D widen_low(F x) {
+#if defined(__AVX512F__)
+    return (D)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
+#elif defined(__AVX2__)
+    return (D)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x));
+#elif defined(__SSE2__)
+    return (D)_mm_cvtps_pd((__m128)x);
+#else
+    D half{};
+    for (int i = 0; i < kLanes / 2; i++) half[i] = x[i];
+    return half;
+#endif
+}
+
+GCCOMM_FN D widen_high(F x) {
+#if defined(__AVX512DQ__)
+    return (D)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1));
+#elif defined(__AVX2__)
+    return (D)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1));
+#elif defined(__SSE2__)
+    return (D)_mm_cvtps_pd(_mm_movehl_ps((__m128)x, (__m128)x));
+#else
+    D half{};
+    for (int i = 0; i < kLanes / 2; i++) half[i] = x[i + kLanes / 2];
+    return half;
+#endif
+}
+
 // A store that goes round the caches; the address must be a multiple of the vector's size.
-GCCOMM_FN void stream(void* address, U v) {
+template <class V>
+GCCOMM_FN void stream(void* address, V v) {
+    static_assert(sizeof v == kVectorBytes);
 #if defined(__AVX512F__)
     _mm512_stream_si512(static_cast<__m512i*>(address), (__m512i)v);
 #elif defined(__AVX2__)

@@ -54,7 +54,8 @@ def integer_range(xp: Namespace, x: Array) -> Array:
     x = _plain(xp, x)
     # -2**B <= x holds exactly when ~x = -x - 1 has at most B bits.
     largest = xp.max(xp.where(x < 0, ~x, x), initial=0)
-    upper = (largest >> 32 if BITS[str(x.dtype)] == 64 else xp.zeros_like(largest)).astype(xp.uint32)
+    long = BITS[str(x.dtype)] == 64
+    upper = (largest >> x.dtype.type(32) if long else xp.zeros_like(largest)).astype(xp.uint32)
     lower = largest.astype(xp.uint32)
     return xp.where(upper != 0, _bit_length(xp, upper) + 32, _bit_length(xp, lower)).astype(xp.uint32)
 
@@ -64,7 +65,7 @@ def _digit(xp: Namespace, x: Array, number: int, top: bool) -> Array:
     if 16 * number >= BITS[str(x.dtype)]:
         digit = -(x < 0).astype(xp.int32)
     else:
-        digit = (x >> (16 * number)).astype(xp.int32)
+        digit = (x >> x.dtype.type(16 * number)).astype(xp.int32)
     return digit if top else digit & 0xFFFF
 
 

@@ -132,6 +132,11 @@ def encode(
     -------
     Encoded
         Words, the new residual and check words.
+
+    Notes
+    -----
+    One level, ``scale * 65536 / limit``, may lie beyond the largest number of the residual's dtype although
+    the scale does not; a residual that is out of range becomes infinite.
     """
     v = add_residual(xp, x, residual)
     q = quantise(xp, v, scales, hashes, shift, limit)

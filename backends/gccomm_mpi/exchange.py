@@ -1,0 +1,102 @@
+"""An all-reduce of large arrays: each rank reduces one share of the array and hands the result to the others.
+
+Every message goes straight to the rank that needs it, 2 (n - 1) / n of the array per rank, and every wait
+tests and yields. It is faster than the libraries' own non-blocking all-reduce from about 32 KiB a share. All
+ranks get the same bits, floats included, because each share is reduced in one place.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy.typing as npt
+
+from gccomm_mpi.channel import Channel
+from gccomm_mpi.failure import abandon
+from gccomm_mpi.operators import Operator
+
+__all__ = ["PIECE_BYTES", "SHARE_BYTES", "exchange"]
+
+# Smaller shares go faster by MPI's own all-reduce, larger arrays in pieces.
+SHARE_BYTES = 1 << 15
+PIECE_BYTES = 1 << 22
+
+_REDUCE_TAG, _GATHER_TAG = 1, 2
+
+Array = npt.NDArray[Any]
+
+
+def exchange(channel: Channel, name: str, send: Array, recv: Array, operator: Operator) -> None:
+    """Reduce `send` over the ranks into `recv`.
+
+    Parameters
+    ----------
+    channel : Channel
+        Of at least two ranks.
+    name : str
+        The operation, for reports.
+    send, recv : array, shape (n,)
+        The same array or apart.
+    operator : Operator
+        Fits the arrays.
+
+    Raises
+    ------
+    CollectiveTimeout
+        A wait took longer than allowed; all requests and arrays are kept for good.
+    """
+    shares = _shares(recv.size, channel.comm.size)
+    mine = shares[channel.comm.rank]
+    width = mine.stop - mine.start
+    scratch = channel.scratch(recv.dtype, (len(shares) - 1) * width)
+    requests: list[Any] = []
+    try:
+        _reduce(channel, name, [send[share] for share in shares], recv[mine], operator, scratch, requests)
+        _gather(channel, name, [recv[share] for share in shares], operator.datatype, requests)
+    except BaseException:
+        abandon((requests, send, recv, scratch))
+        raise
+
+
+def _shares(length: int, size: int) -> list[slice]:
+    """Cut `length` into one share per rank, on multiples of 32 elements where it can."""
+    cuts = [length * place // size // 32 * 32 for place in range(size)] + [length]
+    return [slice(low, high) for low, high in pairwise(cuts)]
+
+
+def _reduce(
+    channel: Channel,
+    name: str,
+    parts: list[Array],
+    total: Array,
+    operator: Operator,
+    scratch: Array,
+    requests: list[Any],
+) -> None:
+    """Send every other rank its part, and add up the parts of this rank's share in `total`."""
+    comm, rank, size, width = channel.comm, channel.comm.rank, channel.comm.size, total.size
+    arrived = [scratch[hop * width : (hop + 1) * width] for hop in range(size - 1)]
+    for hop, room in enumerate(arrived, 1):
+        requests.append(comm.Irecv((room, operator.datatype), (rank - hop) % size, _REDUCE_TAG))
+    for hop in range(1, size):
+        peer = (rank + hop) % size
+        requests.append(comm.Isend((parts[peer], operator.datatype), peer, _REDUCE_TAG))
+    for hop, room in enumerate(arrived):
+        channel.complete(requests[hop], name)
+        operator.combine(total if hop else parts[rank], room, total)
+    for request in requests[size - 1 :]:
+        channel.complete(request, name)
+    requests.clear()
+
+
+def _gather(channel: Channel, name: str, shares: list[Array], datatype: Any, requests: list[Any]) -> None:
+    """Send this rank's share to every other rank, and take theirs."""
+    comm, rank, size = channel.comm, channel.comm.rank, channel.comm.size
+    for hop in range(1, size):
+        peer = (rank - hop) % size
+        requests.append(comm.Irecv((shares[peer], datatype), peer, _GATHER_TAG))
+    for hop in range(1, size):
+        requests.append(comm.Isend((shares[rank], datatype), (rank + hop) % size, _GATHER_TAG))
+    for request in requests:
+        channel.complete(request, name)

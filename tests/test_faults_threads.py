@@ -1,0 +1,98 @@
+"""Interrupts while a call is in flight, and calls from several threads."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import gccomm
+from gccomm.testing import run
+
+pytestmark = pytest.mark.timeout(60)
+
+F4 = np.float32
+GOOD = np.ones(2000, F4)
+
+
+def test_interrupt_is_held_back_until_the_call_is_complete():
+    comm = gccomm.init("local")
+    reducer = gccomm.Reducer(comm=comm)
+    backend = comm._backend
+    original = backend.maximum
+
+    def maximum(words):
+        signal.raise_signal(signal.SIGINT)
+        original(words)
+
+    handler = signal.getsignal(signal.SIGINT)
+    backend.maximum = maximum
+    try:
+        for call in (lambda: reducer({"w": GOOD}), lambda: comm.compressed_allreduce(GOOD), comm.barrier):
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        del backend.maximum
+    assert reducer.step == 1  # the step was complete on all ranks
+    assert np.abs(reducer({"w": GOOD})["w"] - 1).max() < 0.01
+    comm.close()
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_other_interrupt_handlers_are_left_alone(handler):
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        with gccomm.init("local") as comm:
+            comm.compressed_allreduce(GOOD)
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_two_threads_that_share_a_reducer_are_served_one_after_the_other():
+    comm = gccomm.init("local")
+    reducer = gccomm.Reducer(comm=comm, op="sum")
+    wrong: list[object] = []
+    interval = sys.getswitchinterval()
+
+    def work(value):
+        x = np.full(3000, value, F4)
+        for _ in range(150):
+            y = reducer({"w": x})["w"]
+            if np.abs(y - value).max() > value / 100:
+                wrong.append((value, y[:3]))
+
+    threads = [threading.Thread(target=work, args=(v,)) for v in (1.0, 1000.0)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert reducer.step == 300
+    comm.close()
+
+
+def test_threads_of_a_rank_may_each_have_a_communicator():
+    def work(comm):
+        parts = [comm.split(0) for _ in range(2)]
+        sums: list[float] = [0, 0]
+
+        def reduce(i):
+            for _ in range(50):
+                sums[i] += float(parts[i].allreduce(i + 1.0))
+
+        helper = threading.Thread(target=reduce, args=(1,))
+        helper.start()
+        reduce(0)
+        helper.join()
+        return sums
+
+    assert run(work, 3) == [[150.0, 300.0]] * 3
