@@ -30,7 +30,7 @@ BARS = {"x86-64-v4": 0, "x86-64-v3": 1}
 class Case:
     """A batch of one tensor with every buffer that a kernel may need."""
 
-    def __init__(self, mib: int, dtype: str = "float32") -> None:
+    def __init__(self, mib: int, dtype: str = "float32", pooled: bool = True) -> None:
         self.size = mib << 18
         self.blocks = self.size // 1024
         values = np.random.default_rng(0).standard_normal(self.size, dtype=np.float32)
@@ -39,7 +39,8 @@ class Case:
             self.x = (values.view(np.uint32) >> 16).astype(np.uint16)
         elif dtype != "float32":
             self.x = values.astype(dtype)
-        self.result = np.zeros_like(self.x)
+        self.result = kernels.pool_empty(self.x.nbytes).view(self.x.dtype) if pooled else np.zeros_like(self.x)
+        self.result[:] = 0
         self.words = np.zeros(self.size, dtype=np.uint32)
         self.scales = np.zeros(self.blocks, dtype=np.uint32)
         self.check = np.zeros((self.blocks, 2), dtype=np.uint32)
@@ -121,7 +122,7 @@ Measurement = tuple[str, tuple[float, float] | None, Callable[[], None]]
 
 def measurements(mib: int) -> list[Measurement]:
     """Return (name, bars with AVX-512 and AVX2, function) of everything that is measured."""
-    single = Case(mib)
+    single, plain = Case(mib), Case(mib, pooled=False)
     brain, half, double = (Case(mib, dtype) for dtype in ("bfloat16", "float16", "float64"))
     return [
         ("maxima", (0.6, 0.6), single.maxima),
@@ -133,6 +134,7 @@ def measurements(mib: int) -> list[Measurement]:
         ("decode 8 bits, not subtracted", (0.6, 0.9), lambda: single.decode(8, subtract=False)),
         ("decode 8 bits + check", None, lambda: single.decode(8, check=True)),
         ("decode 8 bits, through the cache", None, lambda: single.decode(8, stream=False)),
+        ("decode 8 bits, into a NumPy array", None, lambda: plain.decode(8)),
         ("decode 4 bits", (0.6, 0.9), lambda: single.decode(4)),
         ("decode 5 bits", None, lambda: single.decode(5)),
         ("encode 16 bits", (0.95, 1.0), lambda: single.encode(16)),

@@ -35,7 +35,7 @@ FIELDS = ("version", "opcode", "reducer", "step", "layout", "layout", "policy", 
 ERROR_WORD = 2 * len(FIELDS)  # rank + 1 of a rank that failed its own checks
 MISSING_WORD = ERROR_WORD + 1  # some rank passed None for a key that is known
 SLOT_BYTES = 3 * 1024  # text of one rank in the second exchange; three bytes a word keep words below 2^31
-TEXT_LIMIT = 900
+TEXT_LIMIT = 600  # bytes of a text in a slot, escapes included
 
 
 @lru_cache(maxsize=256)
@@ -123,7 +123,7 @@ def _explain(call: Call, rank: int, size: int) -> Generator[Transfer, None, Base
             return errors.MismatchError(_disagreement(name, values, [r["doing"] for r in reports]))
     index = yield from _first_difference(leaves, max(r["leaves"] for r in reports))
     mine = leaves[index] if index < len(leaves) else "(no such array)"
-    texts = yield from _exchange_texts({"leaf": mine[:TEXT_LIMIT]}, rank, size)
+    texts = yield from _exchange_texts({"leaf": _shorten(mine, 2 * TEXT_LIMIT)}, rank, size)
     values = [t["leaf"] for t in texts]
     return errors.MismatchError(
         _disagreement(f"array {index} of the tree", values, [r["doing"] for r in reports])
@@ -133,34 +133,45 @@ def _explain(call: Call, rank: int, size: int) -> Generator[Transfer, None, Base
 def _report(call: Call, leaves: Sequence[str]) -> dict[str, Any]:
     error = None
     if call.error is not None:
-        error = [type(call.error).__name__, str(call.error)[:TEXT_LIMIT]]
+        error = [type(call.error).__name__, _shorten(str(call.error), 2 * TEXT_LIMIT)]
     return {
         "version": WIRE_VERSION,
         "call": call.opcode,
         "reducer": call.reducer,
         "step": call.step,
-        "policy": call.policy[:TEXT_LIMIT],
-        "state": call.state[:TEXT_LIMIT],
+        "policy": _shorten(call.policy),
+        "state": _shorten(call.state),
         "leaves": len(leaves),
         "error": error,
         "doing": call.describe(),
     }
 
 
+def _shorten(text: str, limit: int = TEXT_LIMIT) -> str:
+    """Return ``text``, or its ends and its hash where it takes more than ``limit`` bytes as JSON.
+
+    Differences may lie at either end, or in the middle: then the hash differs.
+    """
+    shown, keep = text, limit
+    while len(_encoded(shown)) > limit:
+        keep = keep * 2 // 3
+        shown = f"{text[: keep // 2]}...[hash {digest(text)[0]:08x}]...{text[-(keep // 2) :]}"
+    return shown
+
+
+def _encoded(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
 def _exchange_texts(report: dict[str, Any], rank: int, size: int) -> Generator[Transfer, None, list[Any]]:
     """All-gather one JSON object a rank through a MAX of slots."""
-    raw = json.dumps(report).encode("ascii")
-    if len(raw) > SLOT_BYTES:  # escapes can lengthen texts: drop what is long, keep what names the call
-        short = {k: v[:100] if isinstance(v, str) else v for k, v in report.items()}
-        if report.get("error"):
-            short["error"] = [report["error"][0], report["error"][1][:100]]
-        raw = json.dumps(short).encode("ascii")[:SLOT_BYTES]
+    raw = _encoded(report)
     padded = np.frombuffer(raw.ljust(SLOT_BYTES, b" "), dtype=np.uint8).astype(np.uint32).reshape(-1, 3)
     slots = np.zeros((size, SLOT_BYTES // 3), dtype=np.uint32)
     slots[rank] = padded[:, 0] | padded[:, 1] << 8 | padded[:, 2] << 16
     yield Maximum(slots.reshape(-1))
     octets = np.stack([slots & 255, slots >> 8 & 255, slots >> 16 & 255], axis=-1).astype(np.uint8)
-    return [json.loads(octets[r].tobytes()) for r in range(size)]
+    return [json.loads(octets[r].tobytes().decode("utf-8", "surrogatepass")) for r in range(size)]
 
 
 def _first_difference(leaves: Sequence[str], count: int) -> Generator[Transfer, None, int]:

@@ -97,8 +97,9 @@ def compressed_allreduce(
 ) -> Any:
     """Reduce arrays over all ranks, in a few bits a coordinate; collective and blocking.
 
-    The result has the same bits on every rank. Integers and booleans (logical or) are exact; float arrays
-    below ``exact_below`` coordinates are as good as exact.
+    With lane codecs (all but raw, bf16 and fp16) the result has the same bits on every rank. Integers and
+    booleans (logical or) are exact; float arrays below ``exact_below`` coordinates are exact to 2^-50 or so
+    of the largest magnitude in them.
 
     Parameters
     ----------

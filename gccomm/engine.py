@@ -294,12 +294,15 @@ def _tag(call: Call) -> int:
 
 def _overflow(plan: Plan) -> OverflowError | None:
     """Return the error of integer sums that do not fit their dtype: equal on all ranks, as the sums are."""
+    counts: dict[int, int] = {}
     for x in plan.operands:
-        if x.overflows:
-            spec = plan.specs[x.segments[0].leaf]
-            names = sorted({plan.specs[s.leaf].key for s in x.segments})
-            return OverflowError(
-                f"{x.overflows} integer sums do not fit {spec.dtype} (in {', '.join(map(repr, names))}); "
-                "reduce in a wider dtype. Nothing was changed"
-            )
-    return None
+        for leaf, count in x.overflows.items():
+            counts[leaf] = counts.get(leaf, 0) + count
+    parts = []
+    for leaf, count in sorted(counts.items()):
+        spec = plan.specs[leaf]
+        where = f" in {spec.key!r}" if spec.key else ""
+        parts.append(f"{count} integer sums do not fit {spec.dtype}{where}")
+    if not parts:
+        return None
+    return OverflowError(f"{'; '.join(parts)}; reduce in a wider dtype. Nothing was changed")

@@ -17,10 +17,9 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from gccomm.codecs.base import Codec
 
-__all__ = ["BLOCK", "PIECE_COORDINATES", "SPAN", "Geometry", "LeafSpec", "Range", "cut"]
+__all__ = ["BLOCK", "PIECE_COORDINATES", "Geometry", "LeafSpec", "Range", "cut"]
 
 BLOCK = 1024  # coordinates that share a scale
-SPAN = 64  # blocks of one tensor that are checked together
 MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
 PIECE_COORDINATES = 512 * 1024
 
@@ -96,7 +95,8 @@ class LeafSpec:
         kind = f"complex of {self.dtype}" if self.row_shape != self.shape else self.dtype
         extent = "x".join(map(str, self.shape)) or "scalar"
         feedback = ", error feedback" if self.feedback else ""
-        return f"{self.key!r}: {kind}[{extent}] on {self.device}, {op}, {self.route!r}{feedback}"
+        device = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{self.key!r}: {kind}[{extent}]{device}, {op}, {self.route!r}{feedback}"
 
     @property
     def item_bytes(self) -> int:

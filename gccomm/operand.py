@@ -55,7 +55,7 @@ class Operand:
         extents = [g.offset(s.start + s.blocks) - g.offset(s.start) for g, s in pairs]
         weights = [codec.weight(specs[s.leaf].item_bytes) for s in self.segments]
         self.room = sum(e * w for e, w in zip(extents, weights, strict=True))
-        self.overflows = 0
+        self.overflows: dict[int, int] = {}  # by leaf: sums that its dtype cannot hold
         self.direct: tuple[str, Buffer, Buffer] | None = None  # dtype, input, result: one range of one array
         self.energy: npt.NDArray[np.float32] | None = None
         self.scales: Words | None = None
@@ -203,10 +203,22 @@ class Operand:
         kernels.int_encode(self.address, self.count, lo, hi, kernels.address(out), int(self.offsets[lo]))
 
     def decode_integers(self, lo: int, hi: int, words: Words, ctx: Context) -> None:
-        """Write the exact sums; count those that the dtype cannot hold in ``overflows``."""
-        self.overflows += kernels.int_decode(
-            self.address, self.count, lo, hi, kernels.address(words), int(self.offsets[lo]), ctx.size
-        )
+        """Write the exact sums; count those that a leaf's dtype cannot hold in ``overflows``."""
+        base, count = self._offset_of(lo), ctx.size
+        if not kernels.int_decode(self.address, self.count, lo, hi, kernels.address(words), base, count):
+            return
+        starts = [*self.table["base"].tolist(), self.blocks]
+        for segment, start, stop in zip(self.segments, starts, starts[1:], strict=False):
+            first, end = max(start, lo), min(stop, hi)
+            at = kernels.address(words) + 4 * (self._offset_of(first) - base)
+            if first >= end:
+                continue
+            bad = kernels.int_decode(self.address, self.count, first, end, at, self._offset_of(first), count)
+            if bad:
+                self.overflows[segment.leaf] = self.overflows.get(segment.leaf, 0) + bad
+
+    def _offset_of(self, block: int) -> int:
+        return int(self.offsets[block])
 
     # Floats on the wire
 

@@ -52,8 +52,8 @@ class Plan:
     ) -> None:
         self.specs, self.nones = tuple(specs), tuple(nones)
         self.geometries = [Geometry.of(spec.row_shape) for spec in specs]
-        for codec in {spec.route for spec in specs}:
-            codec.require_size(size)
+        for codec, item_bytes in {(spec.route, spec.item_bytes) for spec in specs}:
+            codec.require_size(size, item_bytes)
         for codec in {spec.route for spec in specs if spec.feedback}:
             codec.require_feedback(size)
         self.layout = digest("\n".join(self.lines()))

@@ -10,7 +10,7 @@ import numpy as np
 from gccomm.checks import integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.communicator import Communicator, check_options
-from gccomm.reduction import Options, Reduction, pattern_choice
+from gccomm.reduction import Options, Reduction, known_from, pattern_choice
 from gccomm.stats import Stats
 
 __all__ = ["Reducer"]
@@ -137,14 +137,16 @@ class Reducer:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, copied: step, layouts and residuals (NumPy arrays by key). Not
-        collective.
+        """Return what a resumed run needs, copied: step, layouts and residuals by key. Not collective.
+
+        Residuals are flat NumPy arrays and differ between ranks; everything else is plain Python.
         """
         r = self._reduction
         return {
             "version": STATE_VERSION,
             "step": r.step,
             "seed": r.options.seed,
+            "layouts": {key: list(known.leaf[1:]) for key, known in r.known.items()},
             "residuals": {key: value.copy() for key, value in r.residuals.items()},
         }
 
@@ -157,9 +159,10 @@ class Reducer:
             The state is of another version or seed, or malformed.
         """
         _check_state(state, self._reduction.options.seed)
+        known = {key: known_from(key, layout) for key, layout in state["layouts"].items()}
         residuals = {key: np.array(value) for key, value in state["residuals"].items()}
         self._reduction.step = integer("step", state["step"], "a number of steps", 0)
-        self._reduction.residuals = residuals
+        self._reduction.known, self._reduction.residuals = known, residuals
 
     def __repr__(self) -> str:
         return f"<gccomm.Reducer number {self._reduction.reducer}, step {self.step}, on {self.comm!r}>"
@@ -176,7 +179,7 @@ def _feedback(key: str, wanted: bool) -> bool:
 
 
 def _check_state(state: Mapping[str, Any], seed: int) -> None:
-    missing = sorted({"version", "step", "seed", "residuals"} - set(state))
+    missing = sorted({"version", "step", "seed", "layouts", "residuals"} - set(state))
     if missing:
         msg = f"not the state of a reducer: it lacks {', '.join(missing)}"
         raise ValueError(msg)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,6 +88,14 @@ class _Leaf(NamedTuple):
         return math.prod(self.row_shape)
 
 
+class Known(NamedTuple):
+    """What is remembered of a key: layout, the way to make a result, and whether a checkpoint says so."""
+
+    leaf: _Leaf
+    wrap: Callable[[Buffer], Any]
+    restored: bool = False
+
+
 class Reduction:
     """Options, plans and per-key state of a stream of reductions.
 
@@ -96,7 +105,7 @@ class Reduction:
         Number of the next call; advances only when a call succeeded, on all ranks alike.
     residuals : dict of str to array
         What error feedback carries over, by key.
-    known : dict of str to tuple
+    known : dict of str to Known
         Layout of every key seen, and how to make a result for it, where ``remember`` is set.
     """
 
@@ -104,7 +113,7 @@ class Reduction:
         self.options, self.reducer, self.remember = options, reducer, remember
         self.step = 0
         self.residuals: dict[str, npt.NDArray[np.floating[Any]]] = {}
-        self.known: dict[str, tuple[_Leaf, Callable[[Buffer], Any]]] = {}
+        self.known: dict[str, Known] = {}
         self._plans: dict[object, Plan] = {}
 
     def start(self, tree: Any, place: Place, *, out: Any = None) -> Attempt:
@@ -133,7 +142,7 @@ class Reduction:
         codec, op = self.options.codec(leaf.key), self.options.op(leaf.key)
         if leaf.dtype not in FLOATS:
             if op == "mean":
-                found = f"{leaf.key!r} is {leaf.dtype}{list(leaf.shape)}"
+                found = f"{_names([leaf.key])} is {leaf.dtype}{list(leaf.shape)}"
                 msg = f'the mean of integers is not an integer: {found}; use op="sum" or a float dtype'
                 raise TypeError(msg)
             codec = _INTEGERS
@@ -192,7 +201,7 @@ class Attempt:
                 self._leaves.append(_Leaf(key, view.dtype, view.shape, view.row_shape, view.device))
                 self._views.append(view)
             elif key in self.reduction.known:
-                self._leaves.append(self.reduction.known[key][0])
+                self._leaves.append(self.reduction.known[key].leaf)
                 self._views.append(None)
             else:
                 nones.append(key)
@@ -248,7 +257,7 @@ class Attempt:
         return kernels.pool_empty(leaf.size * dtype.itemsize).view(dtype)
 
     def _collides(self, i: int, out: arrays.View) -> bool:
-        """Whether writing ``out`` early could change an input that is still to be read, or another ``out``."""
+        """Whether writing ``out`` early could change an input still to be read, or another ``out``."""
         inputs = enumerate(self._views)
         read = any(
             view is not None and arrays.overlaps(out, view) and (j != i or view.pointer != out.pointer)
@@ -278,7 +287,7 @@ class Attempt:
         array.
         """
         for x in plan.operands:
-            x.direct, x.overflows, x.energy = None, 0, None
+            x.direct, x.overflows, x.energy = None, {}, None
             segment = x.segments[0]
             view, spec = self._views[segment.leaf], plan.specs[segment.leaf]
             if x.count == 1 and view is not None and not spec.feedback:
@@ -291,8 +300,8 @@ class Attempt:
             return
         for x in plan.operands:
             if plan.specs[x.segments[0].leaf].dtype in FLOATS and x.nonfinite():
-                names = sorted({plan.specs[s.leaf].key for s in x.segments})
-                msg = f"input holds inf or NaN in {', '.join(map(repr, names))}. Nothing was changed"
+                names = _names(plan.specs[s.leaf].key for s in x.segments)
+                msg = f"input holds inf or NaN in {names}. Nothing was changed"
                 raise NonFiniteError(msg)
 
     def finish(self, outcome: Outcome) -> Any:
@@ -311,13 +320,13 @@ class Attempt:
                 continue
             values[slot] = self._deliver(i)
             if reduction.remember and view is not None and self._is_new(i):
-                reduction.known[key] = (self._leaves[i], view.detached().wrap)
+                reduction.known[key] = Known(self._leaves[i], view.detached().wrap)
         reduction.residuals.update(self._residuals)
         return trees.unflatten(self._treedef, values)
 
     def _is_new(self, i: int) -> bool:
         known = self.reduction.known.get(self._leaves[i].key)
-        return known is None or known[0] != self._leaves[i]
+        return known is None or known.restored or known.leaf != self._leaves[i]
 
     def _deliver(self, i: int) -> Any:
         """Return leaf ``i``'s result as the user's kind of object."""
@@ -328,8 +337,38 @@ class Attempt:
             out.commit()
             return out.owner
         if view is None:
-            return self.reduction.known[self._leaves[i].key][1](result)
+            return self.reduction.known[self._leaves[i].key].wrap(result)
         return view.wrap(result)
+
+
+def known_from(key: str, layout: Sequence[Any]) -> Known:
+    """Return the entry of ``Reduction.known`` for a layout out of a checkpoint; results are NumPy arrays.
+
+    Raises
+    ------
+    ValueError
+        The layout is malformed.
+    """
+    try:
+        dtype, shape, row_shape, device = layout
+        leaf = _Leaf(key, str(dtype), tuple(map(int, shape)), tuple(map(int, row_shape)), str(device))
+        template = np.zeros(1, _STORAGE.get(leaf.dtype) or leaf.dtype)
+    except (TypeError, ValueError) as error:
+        msg = f"the layout of {key!r} is malformed: {layout!r} ({error})"
+        raise ValueError(msg) from error
+    wide = leaf.row_shape != leaf.shape
+    user = np.result_type(template, np.complex64) if wide else template.dtype
+    if leaf.dtype == "bfloat16":
+        with suppress(ImportError):
+            import ml_dtypes
+
+            user = np.dtype(ml_dtypes.bfloat16)
+    return Known(leaf, lambda result: result.view(user).reshape(leaf.shape), restored=True)
+
+
+def _names(keys: Iterable[str]) -> str:
+    """Return keys for an error's text; a bare array has the empty key."""
+    return ", ".join(repr(key) if key else "the array" for key in sorted(set(keys)))
 
 
 def pattern_choice(value: Any, name: str, default: Any) -> Callable[[str], Any]:

@@ -37,7 +37,7 @@ def simulate(
 ) -> tuple[list[Any], list[Stats]]:
     """Reduce over virtual ranks in lockstep: the code of a real run, without processes.
 
-    Besides, every final sum of a lane is compared with the lane's range.
+    Besides, every final sum of a lane is compared with the lane's range (each rank's own value must fit too).
 
     Parameters
     ----------

@@ -79,7 +79,7 @@ def uniform_bound(width: int, xs: Sequence[Any], dtype: str) -> Array:
         m = m * (1 + 2.0**-19) + 2.0**-1042 * (m > 0)
     limit = ((1 << (width - 1)) - 1) * 65536 // n
     bound: Array = n * m * (65536 / limit) * (1 + 2.0**-10) + n * m * 2.0**-21
-    return bound + (m > 0) * 2.0**-149 * (dtype != "float64")
+    return np.asarray(bound + (m > 0) * 2.0**-149 * (dtype != "float64"))
 
 
 def float_bound(wire: str | None, xs: Sequence[Any], dtype: str) -> Array:
@@ -97,7 +97,7 @@ def two_words_bound(xs: Sequence[Any], dtype: str) -> Array:
     """n 2^-(61 - 2 ceil(log2 n)) of the largest magnitude, and float64's rounding of the decoded sum."""
     n, m = len(xs), block_maxima(xs).astype(Wide)
     words: Array = n * m * (1 + 2.0**-19) * 2.0 ** (2 * (n - 1).bit_length() - 61) + n * m * 2.0**-53
-    return words + (m > 0) * (2.0**-1074 if dtype == "float64" else 2.0**-149)
+    return np.asarray(words + (m > 0) * (2.0**-1074 if dtype == "float64" else 2.0**-149))
 
 
 @dataclass(frozen=True)

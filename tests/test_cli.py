@@ -52,7 +52,7 @@ def test_help_of_a_command_is_its_own(command: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith(f"usage: gccomm {command} ")
 
 
-@pytest.mark.parametrize("argv", [[], ["trian"], ["--codec"]])
+@pytest.mark.parametrize("argv", [[], ["train"], ["--codec"]])
 def test_wrong_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(argv) == 2
     assert capsys.readouterr().err.startswith("usage: gccomm ")
@@ -94,7 +94,7 @@ def test_codecs_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["bf16"]["wire_bits"], found["bf16"]["sums_as"]) == (16, "bfloat16")
     uniform = found["uniform"]
     assert uniform["wire_bits"] == 8 + 32 / 1024  # a lane and a share of the block's scale
-    assert (uniform["sums_as"], uniform["biased"]) == ("integer lanes", False)
+    assert (uniform["sums_as"], uniform["rounding"]) == ("integer lanes", "unbiased")
     assert uniform["options"] == {"wire_bits": 8}
     assert all(info["description"] and not info["problem"] for info in found.values())
 
@@ -140,7 +140,7 @@ def test_bench_sizes() -> None:
         (["-i", "0"], "at least 1"),
         (["-n", "0"], "at least 1"),
         (["-w", "-1"], "-w"),
-        (["--codecs", "unifrom"], "did you mean 'uniform'"),
+        (["--codecs", "uniforms"], "did you mean 'uniform'"),
         (["--codecs", "uniform:wire_bits=7"], "`wire_bits` must be one of"),
         (["--dtype", "int32"], "invalid choice"),
         (["--json", "no/such/folder/file.json"], "there is no folder"),

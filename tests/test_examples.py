@@ -92,7 +92,7 @@ def test_reports_each_epoch() -> None:
     )
 
 
-@pytest.mark.parametrize("argv", [["--codec", "unifrom"], ["--epochs", "0"], ["--seed", "-1"]])
+@pytest.mark.parametrize("argv", [["--codec", "uniforms"], ["--epochs", "0"], ["--seed", "-1"]])
 def test_wrong_arguments(argv: list[str], digits: ModuleType) -> None:
     with pytest.raises(SystemExit) as exit_:
         digits.parse(argv)

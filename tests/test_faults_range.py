@@ -8,11 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gccomm
-from gccomm.layout import LeafSpec
-from gccomm.plan import Plan
 from gccomm.reduction import Options, Place, Reduction
 from gccomm.testing import run, simulate
-from gccomm.transfers import Maximum
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -88,24 +85,27 @@ def test_three_bits_on_four_live_ranks():
         assert np.abs(y - 4).max() <= 4 * step_of(1.0, 4, 3)
 
 
+def prepare(x, n, codec="raw"):
+    """Return the error that a rank of ``n`` brings to the agreement; nothing is sent."""
+    options = Options(lambda _: gccomm.get_codec(codec), lambda _: "sum")
+    return Reduction(options).start(x, Place(0, n)).call.error
+
+
 def test_too_many_ranks_for_a_lane_are_refused_with_the_numbers():
-    codec = gccomm.get_codec("uniform", wire_bits=2)
-    codec.require_size(65536)
-    spec = LeafSpec("w", "float32", (2048,), (2048,), codec, mean=False)
-    with pytest.raises(gccomm.NegotiationError, match=r"65537 ranks.* 2 bits.*65536"):
-        Plan([spec], 65537)
+    x = np.ones(2048, np.float32)
+    assert prepare(x, 65536, "uniform:wire_bits=2") is None
+    error = prepare(x, 65537, "uniform:wire_bits=2")
+    assert isinstance(error, gccomm.NegotiationError)
+    assert all(number in str(error) for number in ("65537 ranks", "2 bits", "65536"))
 
 
 @pytest.mark.parametrize("n", [32_769, 100_000])
-def test_too_many_ranks_for_wide_integers_are_an_error_that_all_ranks_return(n):
-    """What the agreed range rules out comes as the call's error: an exception would break the communicator."""
-    options = Options(lambda _: gccomm.get_codec("raw"), lambda _: "sum")
-    attempt = Reduction(options).start(np.array([2**40], np.int64), Place(0, n))
-    transfers = attempt.transfers()
-    with pytest.raises(StopIteration) as stop:
-        while True:
-            assert isinstance(next(transfers), Maximum)  # as on n ranks that send the same
-    assert isinstance(stop.value.value.error, gccomm.NegotiationError)
+def test_too_many_ranks_for_wide_integers_are_refused_before_anything_is_sent(n):
+    error = prepare(np.array([2**40], np.int64), n)
+    assert isinstance(error, gccomm.NegotiationError)
+    assert str(n) in str(error)
+    assert prepare(np.array([2**40], np.int64), 32_768) is None
+    assert prepare(np.array([100], np.int8), n) is None
 
 
 @pytest.mark.parametrize("codec", ALL_CODECS)
@@ -196,7 +196,7 @@ def test_integer_sum_that_does_not_fit_raises_on_all_ranks(dtype, values, size):
         x = np.zeros(size, dtype)
         x[-1] = values[comm.rank]
         out = np.full(size, 7, dtype)
-        with pytest.raises(OverflowError, match=f"1 integer sums? do(es)? not fit {dtype}") as caught:
+        with pytest.raises(OverflowError, match=rf"(?=.*\b1\b)(?=.*not fit).*\b{dtype}\b") as caught:
             comm.compressed_allreduce(x, out=out)
         assert (out == 7).all()
         assert comm.allreduce(1) == comm.size
@@ -208,8 +208,9 @@ def test_integer_sum_that_does_not_fit_raises_on_all_ranks(dtype, values, size):
 def test_integer_overflow_names_the_array_and_its_dtype():
     tree = {"a": np.array([5]), "b": np.full(3, 100, np.int8), "c": np.array([6], np.uint16), "w": np.ones(5)}
     for keys in ("ab", "abcw", "bcw", "wcba"):
-        with pytest.raises(OverflowError, match=r"^3 integer sums do not fit int8 \(in 'b'\)"):
+        with pytest.raises(OverflowError, match=r"(?=.*\b3\b)(?=.*not fit).*\bint8\b.*'b'") as caught:
             simulate([{k: tree[k] for k in keys}] * 2)
+        assert not any(name in str(caught.value) for name in ("'a'", "'c'", "'w'", "int64", "uint16"))
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_sums_that_do_not_fit_raise_and_name_the_key(dtype: str, n: int) -> None
         tree = {"fine": good, "layer/w": bad}
         others = [{"fine": good, "layer/w": one // info.dtype.type(2 if r else 1)} for r in range(n - 1)]
         with pytest.raises(
-            OverflowError, match=rf"1 integer sums do not fit {dtype} \(in '.*layer~1w'\)"
+            OverflowError, match=rf"1 integer sums do not fit {dtype}\b.*'layer~1w'"
         ) as caught:
             testing.simulate([tree, *others])
         assert "reduce in a wider dtype. Nothing was changed" in str(caught.value)
@@ -114,7 +114,8 @@ def test_overflow_raises_on_every_rank_and_the_next_call_works() -> None:
     results = testing.run(attempt, 3)
     assert len({text for text, _, _ in results}) == 1
     for text, out, following in results:
-        assert "do not fit int8 (in 'k')" in text
+        assert "do not fit int8" in text
+        assert "'k'" in text
         assert out.tolist() == [5, 6]
         assert following.tolist() == [126, 0]
 

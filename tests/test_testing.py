@@ -89,7 +89,7 @@ class TooMany(Greedy):
 
     id: ClassVar[str] = "test-too-many"
 
-    def require_size(self, size: int) -> None:
+    def require_size(self, size: int, item_bytes: int) -> None:
         raise NegotiationError("too many")
 
 
@@ -97,7 +97,7 @@ def ones(n: int, size: int = 2000) -> list[Array]:
     return [np.ones(size, np.float32) for _ in range(n)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("n", [2, 3, 4, 16])
 def test_a_codec_whose_lanes_overflow_is_caught(n: int) -> None:
     ys, _ = testing.simulate(ones(n), Greedy())
     np.testing.assert_allclose(ys[0], n, rtol=0.3)

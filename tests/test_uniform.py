@@ -187,9 +187,9 @@ def test_too_many_ranks_are_refused_with_the_remedy() -> None:
     with pytest.raises(
         NegotiationError, match=r"65537 ranks do not fit in lanes of 2 bits.*larger wire_bits"
     ):
-        Uniform(2).require_size(65537)
-    Uniform(2).require_size(65536)
-    Uniform(3).require_size(65537)
+        Uniform(2).require_size(65537, 4)
+    Uniform(2).require_size(65536, 4)
+    Uniform(3).require_size(65537, 4)
 
 
 @pytest.mark.parametrize("bits", [-8, 0, 1, 7, 9, 32, 8.0, "8", True, None])

@@ -132,6 +132,9 @@ class MpiBackend:
 
 def _pieces(send: Array, recv: Array, count: int) -> Iterator[tuple[Array, Array]]:
     """Cut two arrays of one size into flat pieces of at most `count` elements; one array is cut once."""
+    if 0 < recv.size <= count and recv.ndim == 1:
+        yield send, recv
+        return
     flat_recv = recv.reshape(-1)
     flat_send = flat_recv if send is recv else send.reshape(-1)
     for low in range(0, recv.size, count):

@@ -51,9 +51,8 @@ class Channel:
         host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self.local_rank: int = host.rank
         self.one_host: bool = host.size == comm.size
-        cores: set[int] = set().union(
-            *host.allgather(os.sched_getaffinity(0))
-        )  # ranks may be bound to one each
+        # together, because a launcher may have bound each rank to one core
+        cores: set[int] = set().union(*host.allgather(os.sched_getaffinity(0)))
         self._spins = SPINS if host.size <= len(cores) else 1
         host.Free()
 

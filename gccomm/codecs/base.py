@@ -38,13 +38,16 @@ class Codec(ABC):
         Tensors below ``exact_below`` coordinates bypass a lossy codec and travel exactly.
     rounds : bool
         What a rank sends differs from its input, so that error feedback has something to feed back.
+    rounding : str
+        "unbiased", "to nearest", "biased" or "none", as tables show it.
     biased : bool
-        The rounding error has a mean: error feedback is on by default.
+        The error has a mean that training would feel: error feedback is on by default.
     """
 
     id: ClassVar[str]
     lossy: ClassVar[bool] = True
     rounds: ClassVar[bool] = True
+    rounding: ClassVar[str] = "unbiased"
     biased: ClassVar[bool] = False
 
     @abstractmethod
@@ -62,8 +65,8 @@ class Codec(ABC):
         del item_bytes
         return 1
 
-    def require_size(self, size: int) -> None:
-        """Raise NegotiationError where ``size`` ranks cannot be served. The default serves any."""
+    def require_size(self, size: int, item_bytes: int) -> None:
+        """Raise NegotiationError where ``size`` ranks cannot be served in coordinates of ``item_bytes``."""
 
     def require_feedback(self, size: int) -> None:
         """Raise NegotiationError where error feedback over ``size`` ranks would not stay bounded."""
@@ -101,7 +104,7 @@ class Codec(ABC):
 def lane_width(wire_bits: object) -> int:
     """Return a quantised codec's ``wire_bits`` option; ValueError where no lane has that width."""
     widths = WIDTHS[:-1]
-    if isinstance(wire_bits, bool) or wire_bits not in widths:
+    if isinstance(wire_bits, bool) or not hasattr(wire_bits, "__index__") or wire_bits not in widths:
         msg = f"`wire_bits` must be one of {', '.join(map(str, widths))}, got {wire_bits!r}"
         raise ValueError(msg)
     return integer("wire_bits", wire_bits, "a lane width")

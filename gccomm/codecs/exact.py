@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm.codecs.base import Codec
+from gccomm.errors import NegotiationError
 from gccomm.lanes import integer_format
 from gccomm.steps import Agree, Context, Steps, Sum
 
@@ -29,6 +30,7 @@ class TwoWords(Codec):
     id: ClassVar[str] = "two-words"
     lossy: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
+    rounding: ClassVar[str] = "none"
 
     def weight(self, item_bytes: int) -> int:
         """Return 2: two words a coordinate."""
@@ -63,10 +65,18 @@ class Integers(Codec):
     id: ClassVar[str] = "integers"
     lossy: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
+    rounding: ClassVar[str] = "none"
 
     def weight(self, item_bytes: int) -> int:
         """Return the most words that a coordinate may need: one per 16 bits and one more for the sign."""
         return item_bytes // 2 + 1
+
+    def require_size(self, size: int, item_bytes: int) -> None:
+        """Refuse more ranks than any value of the dtype can be summed over: known before the agreement."""
+        try:
+            integer_format(8 * item_bytes, size)
+        except ValueError as error:
+            raise NegotiationError(str(error)) from None
 
     def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the length; the true count follows from the agreed ranges."""

@@ -23,6 +23,7 @@ class _Floats(Codec):
     """Convert to a float type of the wire and let the back end sum it."""
 
     lossy: ClassVar[bool] = False
+    rounding: ClassVar[str] = "to nearest"
 
     def wire_dtype(self, x: Operand) -> FloatName:
         """Return the float type that ``x`` travels in."""
@@ -68,6 +69,7 @@ class Raw(_Floats):
 
     id: ClassVar[str] = "raw"
     rounds: ClassVar[bool] = False
+    rounding: ClassVar[str] = "none"
 
     def weight(self, item_bytes: int) -> int:
         """Return the words of a coordinate: 2 for float64."""
@@ -92,7 +94,7 @@ class BFloat16(_Floats):
 
 
 class Float16(_Floats):
-    """16 bits a coordinate with 11 bits of precision: magnitudes and sums beyond 65504 become inf, below 6e-8
+    """16 bits a coordinate with 11 bits of precision: magnitudes and sums beyond 65504 become inf, below 3e-8
     zero.
     """
 

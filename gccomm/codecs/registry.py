@@ -44,9 +44,7 @@ def register_codec(codec: type[Codec], *, replace: bool = False) -> type[Codec]:
     ValueError
         The id is taken and ``replace`` is false: an id names one wire format.
     """
-    if not (inspect.isclass(codec) and issubclass(codec, Codec)) or not isinstance(
-        getattr(codec, "id", None), str
-    ):
+    if not _is_codec(codec):
         msg = f"a codec is a subclass of gccomm.codecs.base.Codec with an `id`, got {codec!r}"
         raise TypeError(msg)
     if codec.id in list_codecs() and not replace:
@@ -140,8 +138,16 @@ def _load(name: str) -> type[Codec]:
             loader = points[name].load
     if loader is None:
         near = difflib.get_close_matches(name, list_codecs(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         msg = f"no codec has the id {name!r}{hint} Known: {', '.join(list_codecs())}"
         raise UnknownCodecError(name, msg)
-    _loaded[name] = loader()
+    kind = loader()
+    if not _is_codec(kind) or kind.id != name:
+        msg = f"what is installed as the codec {name!r} is no codec with this id: {kind!r}"
+        raise TypeError(msg)
+    _loaded[name] = kind
     return _loaded[name]
+
+
+def _is_codec(kind: Any) -> bool:
+    return inspect.isclass(kind) and issubclass(kind, Codec) and isinstance(getattr(kind, "id", None), str)

@@ -45,8 +45,9 @@ class Uniform(Codec):
     def __init__(self, wire_bits: int = 8) -> None:
         self.wire_bits = lane_width(wire_bits)
 
-    def require_size(self, size: int) -> None:
+    def require_size(self, size: int, item_bytes: int) -> None:
         """Refuse more ranks than the lane has fixed-point room for."""
+        del item_bytes
         try:
             safe_limit(self.wire_bits, size)
         except ValueError as error:
@@ -57,7 +58,7 @@ class Uniform(Codec):
         levels = safe_limit(self.wire_bits, size) / FIXED_POINT
         if levels <= 1:
             msg = (
-                f"error feedback with lanes of {self.wire_bits} bits over {size} ranks would diverge: a rank has "
+                f"error feedback in lanes of {self.wire_bits} bits on {size} ranks would diverge: a rank has "
                 f"{levels:.2f} levels and needs more than 1; use a larger wire_bits or error_feedback=False"
             )
             raise NegotiationError(msg)

@@ -32,8 +32,8 @@ class CodecInfo:
         Name of the wire format and the summary of the class's docstring.
     wire_bits : float or None
         Bits a coordinate of a large float32 tensor takes, scales included; None where it is not known.
-    biased : bool or None
-        Whether the rounding error has a mean.
+    rounding : str
+        "unbiased", "to nearest", "biased" or "none".
     sums_as : str
         What the back end adds up: "integer lanes", or the name of a float type.
     options : dict
@@ -45,7 +45,7 @@ class CodecInfo:
     id: str
     description: str = ""
     wire_bits: float | None = None
-    biased: bool | None = None
+    rounding: str = "-"
     sums_as: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
@@ -82,7 +82,7 @@ def describe(name: str) -> CodecInfo:
         codec = get_codec(name)
         paragraph = (inspect.getdoc(type(codec)) or "").partition("\n\n")[0]
         info.description = " ".join(paragraph.split())
-        info.biased = codec.biased
+        info.rounding = codec.rounding
         info.options = {key: value for key, value in codec.config().items() if key != "id"}
         info.wire_bits, info.sums_as = _wire(codec)
     except Exception as error:  # a codec of another package must not hide the rest
@@ -126,7 +126,7 @@ def _table(infos: Sequence[CodecInfo]) -> list[str]:
             (
                 info.id,
                 f"{info.wire_bits:.2f}" if known else "-",
-                {True: "biased", False: "unbiased", None: "-"}[info.biased],
+                info.rounding,
                 info.sums_as or "-",
                 ", ".join(f"{k}={v}" for k, v in info.options.items()) or "-",
                 info.problem or info.description,

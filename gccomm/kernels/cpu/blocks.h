@@ -5,17 +5,15 @@
 
 namespace gccomm::GCCOMM_LEVEL {
 
-// Staged values; zero padded to whole lines.
-struct alignas(64) Floats {
-    float at[kBlock + kPad];
+// Staged values.
+struct alignas(kLineBytes) Floats {
+    float at[kBlock];
 };
-struct alignas(64) Doubles {
-    double at[kBlock + kPad];
+struct alignas(kLineBytes) Doubles {
+    double at[kBlock];
 };
 
 GCCOMM_FN bool is_wide(DType dtype) { return dtype == DType::float64; }
-
-GCCOMM_FN int whole_lines(int n) { return (n + kLine - 1) / kLine * kLine; }
 
 inline int size_of(DType dtype) {
     constexpr u8 sizes[] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 2, 4, 8, 1};
@@ -32,15 +30,9 @@ inline void* block_address(u64 base, const Block& b) {
     return element<u8>(base, b.offset * size_of(b.segment->dtype));
 }
 
-template <class T>
-inline void zero_from(T* values, int begin, int end) {
-    for (int i = begin; i < end; i++) values[i] = 0;
-}
-
-// n values of a float dtype other than float64 -> float32, zero padded.
+// n values of a float dtype other than float64 -> float32.
 inline void load_floats(DType dtype, const void* in, int n, float* out) {
     with_source(dtype, in, [&](auto source) { flow(source, FloatSink<Memory::near>{{out}}, n); });
-    zero_from(out, n, whole_lines(n));
 }
 
 inline void load_doubles(const double* in, int n, double* out) {
@@ -50,7 +42,6 @@ inline void load_doubles(const double* in, int n, double* out) {
         __builtin_memcpy(out + i, in + i, 8 * sizeof(double));
     }
     for (; i < n; i++) out[i] = in[i];
-    zero_from(out, n, whole_lines(n));
 }
 
 template <class T>
@@ -63,7 +54,7 @@ inline void block_values(const Block& b, float* out) {
     const Segment& s = *b.segment;
     const float* residual = element<const float>(s.res_in, b.offset);
     if (s.src == 0)
-        zero_from(out, 0, whole_lines(b.length));
+        __builtin_memset(out, 0, sizeof *out * static_cast<u32>(b.length));
     else
         load_floats(s.dtype, block_address(s.src, b), b.length, out);
     if (residual != nullptr) add_residual(out, residual, b.length);
@@ -74,7 +65,7 @@ inline void wide_values(const Block& b, double* out) {
     const Segment& s = *b.segment;
     const double* residual = element<const double>(s.res_in, b.offset);
     if (s.src == 0)
-        zero_from(out, 0, whole_lines(b.length));
+        __builtin_memset(out, 0, sizeof *out * static_cast<u32>(b.length));
     else
         load_doubles(element<const double>(s.src, b.offset), b.length, out);
     if (residual != nullptr) add_residual(out, residual, b.length);
@@ -84,7 +75,7 @@ inline void wide_values(const Block& b, double* out) {
 inline void values_as_doubles(const Block& b, Floats& staged, Doubles& out) {
     if (is_wide(b.segment->dtype)) return wide_values(b, out.at);
     block_values(b, staged.at);
-    for (int i = 0; i < whole_lines(b.length); i++) out.at[i] = staged.at[i];
+    for (int i = 0; i < b.length; i++) out.at[i] = staged.at[i];
 }
 
 // n float32 values -> a dtype other than float64.

@@ -7,6 +7,7 @@ namespace gccomm::GCCOMM_LEVEL {
 
 struct Unrounding {
     float first, second;  // factors, applied one after the other
+    bool twice;           // whether there is a second
     Centre centre;
     BlockNoise noise;
 };
@@ -60,7 +61,7 @@ class SumSource {
         }
         const F value = __builtin_convertvector(v, F);
         if constexpr (extras & energies) energy.add(value, inside);
-        return value * r_.first * r_.second;
+        return r_.twice ? value * r_.first * r_.second : value * r_.first;
     }
 
     const Integers& q_;
@@ -81,7 +82,7 @@ class Decoder {
     void decode(const Block& b, u32 s, const u32* words, int count, u32* check, float* energy) {
         const bool wide = is_wide(b.segment->dtype);
         const Scale scale = split_scale(s, wide);
-        Unrounding r{scale.mant * half_step_, 1.0f, centre_, noise_of(b)};
+        Unrounding r{scale.mant * half_step_, 1.0f, false, centre_, noise_of(b)};
         if (s == 0) r.first = 0;
         if (nonfinite_scale(s, wide)) r.first = float_of(0x7FC00000u);
         const int later = wide ? wide_factors(scale.e) : factors(scale.e, r);
@@ -101,15 +102,20 @@ class Decoder {
     }
 
    private:
-    // Sets the second factor: 2^e, and 1/n for a mean. Returns the power of two that has to be applied afterwards.
+    // Sets the second factor, 2^e and 1/n for a mean, or makes one of both where that rounds the same: no value then
+    // leaves the normal range, and one factor is a power of two. Returns the power of two to be applied afterwards.
     int factors(int e, Unrounding& r) const {
-        if (!args_.mean) {
-            r.second = e < 128 ? pow2(e) : 1.0f;
-            return 0;
+        if (e >= 128) return 0;  // not finite
+        const bool inside = e >= -64 && e <= 64;
+        if (args_.mean && !inside) {
+            r.second = inverse_;
+            r.twice = true;
+            return e;
         }
-        const bool fits = e >= -64 && e <= 64;  // no intermediate value leaves the normal range
-        r.second = fits ? inverse_ * pow2(e) : inverse_;
-        return fits || e >= 128 ? 0 : e;
+        r.second = args_.mean ? inverse_ * pow2(e) : pow2(e);
+        r.twice = !inside || (bits_of(r.second) & 0x7FFFFFu) != 0;
+        if (!r.twice) r.first *= r.second;
+        return 0;
     }
 
     template <class Sink>

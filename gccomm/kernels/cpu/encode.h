@@ -41,7 +41,7 @@ struct Rounding {
 };
 
 // A sink that rounds: integers go to `out`, their check words are summed.
-template <bool checked>
+template <bool checked, bool even>
 class RoundingSink {
    public:
     GCCOMM_FN RoundingSink(const Rounding& r, Integers& q) : r_(r), out_(q.at), counter_(r.noise.counter(0)) {}
@@ -56,7 +56,7 @@ class RoundingSink {
    private:
     GCCOMM_FN void put_vector(int i, F v) {
         const U h = r_.noise.bits(counter_);
-        const I q = quantise<VectorOps>(v, r_.factor, r_.limit, h + r_.shift);
+        const I q = quantise<VectorOps, even>(v, r_.factor, r_.limit, h + r_.shift);
         store(out_ + i, q);
         if constexpr (checked) check.add(q, h);
         counter_ += BlockNoise::step;
@@ -68,9 +68,9 @@ class RoundingSink {
 };
 
 // n values -> integers. (Beyond the block, part() gives zeros, which become zeros.)
-template <bool checked, class Source>
+template <bool checked, bool even, class Source>
 inline void quantise_block(const Source& source, int n, const Rounding& r, Integers& q, u32* check) {
-    RoundingSink<checked> sink(r, q);
+    RoundingSink<checked, even> sink(r, q);
     int i = 0;
     for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
     if (i < n) sink.put(i, source.part(i, n - i));
@@ -110,10 +110,18 @@ class Encoder {
    private:
     template <class Source>
     void quantise(const Source& source, const Block& b, const Rounding& r, u32* check) {
-        if (check != nullptr)
-            quantise_block<true>(source, b.length, r, q_, check);
+        if (limit_ == static_cast<double>(args_.limit))
+            quantise<true>(source, b, r, check);
         else
-            quantise_block<false>(source, b.length, r, q_, nullptr);
+            quantise<false>(source, b, r, check);
+    }
+
+    template <bool even, class Source>
+    void quantise(const Source& source, const Block& b, const Rounding& r, u32* check) {
+        if (check != nullptr)
+            quantise_block<true, even>(source, b.length, r, q_, check);
+        else
+            quantise_block<false, even>(source, b.length, r, q_, nullptr);
     }
 
     // 2^-e goes into the factor where that is exact.
@@ -173,7 +181,7 @@ class Encoder {
     }
 
     const EncodeArgs& args_;
-    float limit_, unit_;
+    float limit_, unit_;  // limit_: the largest float32 that is not above the limit
     Integers q_;
     Floats x_, scaled_;
     Doubles wide_;

@@ -70,7 +70,7 @@ class FloatCodec {
         if (wide_wire_) {
             store_doubles(wide_.at, b.length, static_cast<double*>(wire));
         } else {
-            for (int i = 0; i < whole_lines(b.length); i++) x_.at[i] = static_cast<float>(wide_.at[i]);
+            for (int i = 0; i < b.length; i++) x_.at[i] = static_cast<float>(wide_.at[i]);
             store_floats(args_.wire, x_.at, b.length, wire, false);
         }
         double* residual = element<double>(b.segment->res_out, b.offset);

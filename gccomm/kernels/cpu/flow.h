@@ -2,7 +2,8 @@
 //
 // A source has next(i), the pair of vectors at coordinate i, and part(i, count), a pair of which only `count` lanes
 // are real: the others are zero, and no memory is touched for them. seek(i) says where next() will go on.
-// A sink has head(n), the coordinates before its first aligned address, put(i, pair), and near(buffer), the same sink
+// A sink has head(n), the coordinates before its first whole cache line (a line of which only a part is streamed is
+// slow), put(i, pair), and near(buffer), the same sink
 // for a buffer in the cache.
 #pragma once
 #include "halves.h"
@@ -24,8 +25,10 @@ GCCOMM_FN void put_part(Source& source, const Sink& sink, int i, int count) {
 // Moves n coordinates.
 template <class Source, class Sink>
 GCCOMM_FN void flow(Source&& source, const Sink sink, int n) {
-    int i = sink.head(n);
-    if (i > 0) put_part(source, sink, 0, i);
+    const int head = sink.head(n);
+    int i = 0;
+    for (; i < head; i += kPair) put_part(source, sink, i, head - i < kPair ? head - i : kPair);
+    i = head;
     source.seek(i);
     for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
     if (i < n) put_part(source, sink, i, n - i);
@@ -35,7 +38,7 @@ GCCOMM_FN void flow(Source&& source, const Sink sink, int n) {
 template <class Element>
 GCCOMM_FN void fetch_ahead(const Element* address, bool to_write) {
     const Element* ahead = address + kAhead;
-    for (u32 i = 0; i < kPair; i += 64 / sizeof(Element)) {
+    for (u32 i = 0; i < kPair; i += kLineBytes / sizeof(Element)) {
         if (to_write)
             __builtin_prefetch(ahead + i, 1, 3);
         else
@@ -52,7 +55,7 @@ struct SinkBase {
 
     GCCOMM_FN int head(int n) const {
         if constexpr (memory != Memory::streamed) return 0;
-        const int before = static_cast<int>(-reinterpret_cast<u64>(out) % kVectorBytes / sizeof(T));
+        const int before = static_cast<int>(-reinterpret_cast<u64>(out) % kLineBytes / sizeof(T));
         return before < n ? before : n;
     }
 

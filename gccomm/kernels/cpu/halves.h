@@ -6,13 +6,13 @@ namespace gccomm::GCCOMM_LEVEL {
 
 struct BFloat16 {
     static GCCOMM_FN F to_float(U16 x) { return (F)(widen(x) << 16); }
-    static GCCOMM_FN W16 from_floats(Pair x) { return narrow(rounded(x.low), rounded(x.high)); }
+    static GCCOMM_FN W16 from_floats(Pair x) { return upper_halves(rounded(x.low), rounded(x.high)); }
 
    private:
     static GCCOMM_FN U rounded(F x) {
         const U bits = (U)x;
-        const U nearest = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-        return select(x != x, bits >> 16 | 0x0040u, nearest);
+        const U nearest = bits + 0x7FFFu + ((bits >> 16) & 1u);
+        return select(x != x, bits | 0x00400000u, nearest);
     }
 };
 

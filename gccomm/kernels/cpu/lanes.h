@@ -5,12 +5,13 @@
 namespace gccomm::GCCOMM_LEVEL {
 
 // Signed integers of a block. Beyond the block: zeros as far as lanes may read, room as far as they may write.
-struct alignas(64) Integers {
-    i32 at[kBlock + 3 * kLine];
+struct alignas(kLineBytes) Integers {
+    static constexpr int room = kBlock + 32;
+    i32 at[room];
 };
 
 GCCOMM_FN void zero_after(Integers& q, int n) {
-    for (int i = n; i < kBlock + 3 * kLine; i++) q.at[i] = 0;
+    __builtin_memset(q.at + n, 0, sizeof q.at[0] * static_cast<u32>(Integers::room - n));
 }
 
 template <int width>

@@ -33,6 +33,8 @@ void require(bool good, const char* what) {
     if (!good) throw std::invalid_argument(what);
 }
 
+void require_ranks(Index n) { require(n >= 1 && n < Index{1} << 31, "n outside 1 ... 2^31 - 1"); }
+
 void check_lanes(int width, std::int32_t limit) {
     bool known = false;
     for (const int w : {2, 3, 4, 5, 6, 8, 10, 16, 32}) known = known || w == width;
@@ -56,7 +58,7 @@ void decode(Address table, Index segments, Index lo, Index hi, Address scales, A
             int width, std::int32_t limit, Index n, bool subtract, bool mean, bool stream, Address check,
             Address energy) {
     check_lanes(width, limit);
-    require(n >= 1, "n must be positive");
+    require_ranks(n);
     kernels().decode(batch(table, segments, lo, hi),
                      {pointer<const std::uint32_t>(scales), {pointer<std::uint32_t>(words), word_base}, width, limit,
                       n, subtract, mean, stream, pointer<std::uint32_t>(check), pointer<float>(energy)});
@@ -86,13 +88,13 @@ void int_encode(Address table, Index segments, Index lo, Index hi, Address words
 }
 
 Index int_decode(Address table, Index segments, Index lo, Index hi, Address words, Index word_base, Index n) {
-    require(n >= 1, "n must be positive");
+    require_ranks(n);
     return kernels().int_decode(batch(table, segments, lo, hi), {pointer<std::uint32_t>(words), word_base});
 }
 
 FloatArgs float_args(Address buffer, int wire, Index n, bool mean, bool stream) {
     require(wire >= 0 && wire <= 3, "wire must be the code of a float dtype");
-    require(n >= 1, "n must be positive");
+    require_ranks(n);
     return {pointer<void>(buffer), static_cast<DType>(wire), n, mean, stream};
 }
 

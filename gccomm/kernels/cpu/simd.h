@@ -16,8 +16,7 @@ constexpr int kVectorBytes = 32;
 constexpr int kVectorBytes = 16;
 #endif
 constexpr int kLanes = kVectorBytes / 4;  // 32-bit lanes of a vector
-constexpr int kLine = 16;                 // floats of a cache line; loops go by lines
-constexpr int kPad = 2 * kLine;           // coordinates that a staged block may run over its end
+constexpr int kLineBytes = 64;            // of the cache
 
 typedef float F __attribute__((vector_size(kVectorBytes)));
 typedef i32 I __attribute__((vector_size(kVectorBytes)));
@@ -60,21 +59,33 @@ GCCOMM_FN I larger(I a, I b) { return a > b ? a : b; }
 GCCOMM_FN I smaller(I a, I b) { return a < b ? a : b; }
 GCCOMM_FN U select(I mask, U yes, U no) { return mask ? yes : no; }
 
-// Nearest integer, ties to even; above the range the largest allowed value, below it a value of at most its negative.
-GCCOMM_FN I round_fixed_vector(F x) {
+// Nearest integer, ties to even; x must be within the integers' range.
+GCCOMM_FN I nearest(F x) {
 #if defined(__AVX512F__)
-    return (I)_mm512_cvtps_epi32(_mm512_min_ps((__m512)x, _mm512_set1_ps(kMaxFixed)));
+    return (I)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX2__)
-    return (I)_mm256_cvtps_epi32(_mm256_min_ps((__m256)x, _mm256_set1_ps(kMaxFixed)));
+    return (I)_mm256_cvtps_epi32((__m256)x);
 #elif defined(__SSE2__)
-    return (I)_mm_cvtps_epi32(_mm_min_ps((__m128)x, _mm_set1_ps(kMaxFixed)));
+    return (I)_mm_cvtps_epi32((__m128)x);
 #else
     I y{};
-    for (int i = 0; i < kLanes; i++) {
-        const float above = x[i] < -kMaxFixed ? -kMaxFixed : x[i];
-        y[i] = static_cast<i32>(__builtin_rintf(above < kMaxFixed ? above : kMaxFixed));
-    }
+    for (int i = 0; i < kLanes; i++) y[i] = static_cast<i32>(__builtin_rintf(x[i]));
     return y;
+#endif
+}
+
+// Between -limit and limit; NaN becomes limit.
+GCCOMM_FN F clamped(F x, float limit) {
+    const F high = F{} + limit;
+#if defined(__AVX512F__)
+    return (F)_mm512_max_ps(_mm512_min_ps((__m512)x, (__m512)high), (__m512)-high);
+#elif defined(__AVX2__)
+    return (F)_mm256_max_ps(_mm256_min_ps((__m256)x, (__m256)high), (__m256)-high);
+#elif defined(__SSE2__)
+    return (F)_mm_max_ps(_mm_min_ps((__m128)x, (__m128)high), (__m128)-high);
+#else
+    const F below = x < high ? x : high;
+    return below > -high ? below : -high;
 #endif
 }
 
@@ -97,6 +108,16 @@ GCCOMM_FN W16 narrow(U low, U high) {
         all[i + kLanes] = static_cast<u16>(high[i]);
     }
     return all;
+#endif
+}
+
+// The upper halves of the lanes of two vectors.
+GCCOMM_FN W16 upper_halves(U low, U high) {
+#if defined(__AVX512BW__)
+    const __m512i odd = (__m512i)(iota() * 0x00040004u + 0x00030001u);  // 1, 3, 5 ... 63
+    return (W16)_mm512_permutex2var_epi16((__m512i)low, odd, (__m512i)high);
+#else
+    return narrow(low >> 16, high >> 16);
 #endif
 }
 
@@ -172,7 +193,8 @@ struct VectorOps {
     using F = GCCOMM_LEVEL::F;
     using I = GCCOMM_LEVEL::I;
     using U = GCCOMM_LEVEL::U;
-    static GCCOMM_FN I round_fixed(F x) { return round_fixed_vector(x); }
+    static GCCOMM_FN I round(F x) { return nearest(x); }
+    static GCCOMM_FN F clamp(F x, float limit) { return clamped(x, limit); }
     static GCCOMM_FN I as_int(U x) { return (I)x; }
     static GCCOMM_FN I clamp(I x, i32 limit) {
         const I high = I{} + limit;
