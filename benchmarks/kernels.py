@@ -39,7 +39,9 @@ class Case:
             self.x = (values.view(np.uint32) >> 16).astype(np.uint16)
         elif dtype != "float32":
             self.x = values.astype(dtype)
-        self.result = kernels.pool_empty(self.x.nbytes).view(self.x.dtype) if pooled else np.zeros_like(self.x)
+        self.result = (
+            kernels.pool_empty(self.x.nbytes).view(self.x.dtype) if pooled else np.zeros_like(self.x)
+        )
         self.result[:] = 0
         self.words = np.zeros(self.size, dtype=np.uint32)
         self.scales = np.zeros(self.blocks, dtype=np.uint32)

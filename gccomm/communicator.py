@@ -179,11 +179,11 @@ class Communicator:
             attempt.call.error = error or attempt.call.error
 
             def finish(outcome: Outcome) -> Any:
-                result = attempt.finish(outcome)
+                attempt.commit(outcome)
                 self.stats = outcome.stats
                 if reduction.reducer == 0:
                     self._step += 1
-                return result
+                return attempt.deliver()
 
             return self._drive(attempt.call, attempt.transfers(), finish)
 

@@ -59,7 +59,7 @@ def tensor_key(key: str, seed: int) -> tuple[int, int]:
     tuple of int
         ``(a, b)``, each ``0 <= word < 2**32``; the same in every process and on every platform.
     """
-    data = (seed % (1 << 64)).to_bytes(8, "little") + key.encode("utf-8")
+    data = (seed % (1 << 64)).to_bytes(8, "little") + key.encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(data, digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 

@@ -144,12 +144,11 @@ class Operand:
         finite.
         """
         assert self.scales is not None
-        if self.float64:
-            maxima = (self.scales.astype(np.uint64) << np.uint64(32)).view(np.float64).astype(np.longdouble)
-        else:
-            maxima = self.scales.view(np.float32).astype(np.longdouble)
-        wide = np.where(np.isfinite(maxima), maxima, 0)
-        steps: npt.NDArray[np.longdouble] = (wide * np.longdouble(65536) / self.limit) ** 2
+        infinity = 0x7FF00000 if self.float64 else 0x7F800000
+        finite = np.where(self.scales < infinity, self.scales, 0).astype(np.uint32)
+        wide = (finite.astype(np.uint64) << np.uint64(32)).view(np.float64)
+        maxima: npt.NDArray[Any] = wide if self.float64 else finite.view(np.float32)
+        steps: npt.NDArray[np.longdouble] = (maxima.astype(np.longdouble) * 65536 / self.limit) ** 2
         return steps
 
     # Small tensors in two words a coordinate

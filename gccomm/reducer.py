@@ -187,6 +187,10 @@ def _check_state(state: Mapping[str, Any], seed: int) -> None:
         if state[name] != expected:
             msg = f"the state has {name} {state[name]!r}, this reducer {expected!r}"
             raise ValueError(msg)
+    for name in ("layouts", "residuals"):
+        if not isinstance(state[name], Mapping):
+            msg = f"the state's {name} must be a mapping by key, got {state[name]!r}"
+            raise ValueError(msg)
     for key, value in state["residuals"].items():
         array = np.asarray(value)
         if array.dtype not in (np.float32, np.float64) or array.ndim != 1:

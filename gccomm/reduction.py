@@ -171,6 +171,7 @@ class Attempt:
         self._outs: list[arrays.View | None] = []
         self._residuals: dict[str, Buffer] = {}
         self._treedef: Any = None
+        self._absent: set[int] = set()  # leaves that no rank has a value for
 
     def prepare(self, tree: Any, out: Any) -> None:
         """Look at the arrays, plan, allocate and bind."""
@@ -304,24 +305,30 @@ class Attempt:
                 msg = f"input holds inf or NaN in {names}. Nothing was changed"
                 raise NonFiniteError(msg)
 
-    def finish(self, outcome: Outcome) -> Any:
-        """Take state over and return the result tree; raises the outcome's error instead, with nothing
-        changed.
-        """
+    def commit(self, outcome: Outcome) -> None:
+        """Take over step and residuals, as every rank does now; raises the outcome's error instead."""
         self.job = None
         if outcome.error is not None:
             raise outcome.error
+        self.reduction.step += 1
+        self._absent = set()
+        if outcome.present is not None:  # None everywhere stays None, and keeps its residual
+            self._absent = {
+                i for i, here in enumerate(outcome.present) if not here and self._views[i] is None
+            }
+        lost = {self._leaves[i].key for i in self._absent}
+        self.reduction.residuals.update((k, v) for k, v in self._residuals.items() if k not in lost)
+
+    def deliver(self) -> Any:
+        """Return the result tree. What fails here (a full memory, say) fails on this rank alone."""
         reduction, values = self.reduction, self._values
-        reduction.step += 1
         for i, slot in enumerate(self._slots):
-            key, view = self._leaves[i].key, self._views[i]
-            if view is None and not outcome.present[i]:  # None everywhere stays None, and keeps its residual
-                self._residuals.pop(key, None)
+            if i in self._absent:
                 continue
             values[slot] = self._deliver(i)
+            view = self._views[i]
             if reduction.remember and view is not None and self._is_new(i):
-                reduction.known[key] = Known(self._leaves[i], view.detached().wrap)
-        reduction.residuals.update(self._residuals)
+                reduction.known[self._leaves[i].key] = Known(self._leaves[i], view.detached().wrap)
         return trees.unflatten(self._treedef, values)
 
     def _is_new(self, i: int) -> bool:

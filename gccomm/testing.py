@@ -96,7 +96,9 @@ def _finish(attempts: Sequence[Attempt], outcomes: Sequence[Outcome]) -> list[An
     errors = [o.error for o in outcomes]
     if len({(type(e), str(e)) for e in errors}) > 1:
         raise BackendError(f"virtual ranks end differently: {errors!r}")
-    return [a.finish(o) for a, o in zip(attempts, outcomes, strict=True)]
+    for attempt, outcome in zip(attempts, outcomes, strict=True):
+        attempt.commit(outcome)
+    return [attempt.deliver() for attempt in attempts]
 
 
 def _lockstep(runs: Sequence[Generator[Transfer, None, Outcome]]) -> list[Outcome]:

@@ -293,6 +293,6 @@ def test_trees_that_differ(trees: list[Any], parts: list[str]) -> None:
     outcomes, _ = drive([a.transfers() for a in attempts])
     for attempt, outcome in zip(attempts, outcomes, strict=True):
         with pytest.raises(errors.MismatchError) as caught:
-            attempt.finish(outcome)
+            attempt.commit(outcome)
         assert all(part in str(caught.value) for part in parts), str(caught.value)
     assert [r.step for r in reduction] == [0, 0]

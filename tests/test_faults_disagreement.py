@@ -17,7 +17,7 @@ F4 = np.float32
 
 
 def disagree(call, ranks=3):
-    """Return the text of the MismatchError that ``call`` raises alike on all ranks; the next call must work."""
+    """Return the text of the MismatchError that ``call`` raises alike on all ranks; later calls must work."""
 
     def work(comm):
         with pytest.raises(gccomm.MismatchError) as caught:
@@ -234,7 +234,9 @@ def test_limit_on_waiting_breaks_the_communicator_on_the_rank_that_waited(monkey
             with pytest.raises(gccomm.BackendError):
                 comm.allreduce(1)
             return
-        with pytest.raises(gccomm.CollectiveTimeout, match=r"rank 0 of 2 .*compressed_allreduce, step 0.*0\.3 s"):
+        with pytest.raises(
+            gccomm.CollectiveTimeout, match=r"rank 0 of 2 .*compressed_allreduce, step 0.*0\.3 s"
+        ):
             comm.allreduce(1)
         waited.set()
         with pytest.raises(gccomm.BackendError, match="broken"):

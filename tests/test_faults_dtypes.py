@@ -141,7 +141,9 @@ def test_matrix_and_memmap_come_back_as_their_users_expect(tmp_path):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize(
-    "x", [np.array(1.5, np.float32), np.float32(1.5), np.float16(1.5), 1.5, 1.5 + 0.5j, np.complex64(1j)], ids=repr
+    "x",
+    [np.array(1.5, np.float32), np.float32(1.5), np.float16(1.5), 1.5, 1.5 + 0.5j, np.complex64(1j)],
+    ids=repr,
 )
 def test_scalars_keep_their_type_and_shape(codec, op, x):
     for y in run(lambda comm: comm.compressed_allreduce(x, op, codec), 3):
@@ -172,7 +174,12 @@ def test_empty_arrays_come_back_empty(codec, shape, dtype):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_empty_trees_and_empty_leaves_beside_full_ones(codec):
-    tree = {"none": [], "empty": np.empty((0, 4), np.float32), "full": np.ones(1500, np.float32), "deep": ({}, ())}
+    tree = {
+        "none": [],
+        "empty": np.empty((0, 4), np.float32),
+        "full": np.ones(1500, np.float32),
+        "deep": ({}, ()),
+    }
 
     def work(comm):
         reducer = gccomm.Reducer(codec, comm=comm)

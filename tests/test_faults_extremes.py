@@ -75,7 +75,9 @@ def test_mean_by_float_sums_is_right_or_inf_but_never_nan(codec):
 
 
 @pytest.mark.parametrize(("codec", "below"), [(c, b) for c in LANE_CODECS for b in (0, 4096)])
-@pytest.mark.parametrize(("dtype", "value"), [(np.float64, 1e300), (np.float64, 1.7e308), (np.float32, 3.4e38)])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(np.float64, 1e300), (np.float64, 1.7e308), (np.float32, 3.4e38)]
+)
 def test_mean_near_the_top_of_the_format(codec, below, dtype, value):
     ys, stats = simulate([np.full(1200, value, dtype)] * 3, codec, "mean", exact_below=below)
     lossy = below == 0
@@ -102,7 +104,9 @@ def test_sum_beyond_the_format_is_inf_and_never_nan(codec, below, dtype, value):
 
 @pytest.mark.parametrize("codec", LANE_CODECS)
 @pytest.mark.parametrize("below", [0, 4096])
-@pytest.mark.parametrize(("dtype", "value"), [(np.float32, 1e-40), (np.float32, 1.5e-45), (np.float64, 5e-324)])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(np.float32, 1e-40), (np.float32, 1.5e-45), (np.float64, 5e-324)]
+)
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_subnormal_maxima_are_reduced_like_any_other(codec, below, dtype, value, op):
     n, width = 3, int(codec.partition("=")[2])
@@ -135,7 +139,7 @@ def test_half_precision_mean_neither_overflows_nor_underflows(codec, below):
 
 
 def test_half_precision_sum_is_rounded_once():
-    """In float16, 1 + 2^-11 + 2^-24 lies just above the middle of two numbers: float32 first would lose that."""
+    """In float16, 1 + 2^-11 + 2^-24 lies just above the middle of two numbers; float32 would lose that."""
     ys, _ = simulate([np.full(3, x, np.float16) for x in (1.0, 2.0**-11, 2.0**-24)], "uniform")
     assert (ys[0] == np.float16(1 + 2.0**-10)).all()
 

@@ -186,6 +186,30 @@ def test_failure_after_the_agreement_gives_errors_and_never_wrong_sums(monkeypat
         assert isinstance(third[0], gccomm.BackendError)
 
 
+def test_closed_communicator_refuses_every_call():
+    def work(comm):
+        reducer = gccomm.Reducer(comm=comm)
+        part = comm.split(0)
+        comm.close()
+        comm.close()
+        calls = [lambda: comm.allreduce(1), lambda: reducer({"w": GOOD}), lambda: comm.broadcast(1)]
+        for call in [*calls, comm.barrier, lambda: comm.split(0)]:
+            with pytest.raises(gccomm.BackendError, match="closed"):
+                call()
+        return part.allreduce(1)
+
+    assert run(work, 3) == [3] * 3
+
+
+def test_rank_that_leaves_the_context_by_an_error_does_not_wait_for_the_others():
+    def work(comm):
+        with pytest.raises(LookupError), comm:
+            raise LookupError
+        return comm.allreduce(1)
+
+    assert run(work, 3) == [3] * 3
+
+
 class Foreign:
     """An array of a library that may fail to take a result over."""
 

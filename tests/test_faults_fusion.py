@@ -77,7 +77,10 @@ def test_memory_around_an_output_is_left_alone(codec, dtype, size):
 @pytest.mark.parametrize("size", [100, 2000])
 def test_small_values_survive_beside_large_ones(codec, size):
     n = 3
-    trees = [{"big": 1e3 * values(size, r), "small": 1e-6 * values(size, r + 9), "zero": np.zeros(9, F4)} for r in range(n)]
+    trees = [
+        {"big": 1e3 * values(size, r), "small": 1e-6 * values(size, r + 9), "zero": np.zeros(9, F4)}
+        for r in range(n)
+    ]
     ys, _ = simulate(trees, codec)
     for key, scale in (("big", 1e3), ("small", 1e-6)):
         error = np.abs(ys[0][key] - np.sum([t[key] for t in trees], axis=0))
@@ -89,7 +92,10 @@ def test_small_values_survive_beside_large_ones(codec, size):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32"])
 def test_result_does_not_depend_on_what_it_is_fused_with(codec, dtype):
     names = {"w": 5000, "b": 10, "x/y": (3, 700), "e": 0, "c": 1024}
-    xs = [{k: (100 * values(s, r + i)).astype(dtype) for i, (k, s) in enumerate(names.items())} for r in range(3)]
+    xs = [
+        {k: (100 * values(s, r + i)).astype(dtype) for i, (k, s) in enumerate(names.items())}
+        for r in range(3)
+    ]
     fused, _ = simulate(xs, codec)
     for key in names:
         alone, _ = simulate([{key: x[key]} for x in xs], codec)
@@ -98,7 +104,9 @@ def test_result_does_not_depend_on_what_it_is_fused_with(codec, dtype):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    sizes=st.lists(st.sampled_from([0, 1, 5, 511, 512, 1000, 1024, 1025, 2501, 4097]), min_size=1, max_size=6),
+    sizes=st.lists(
+        st.sampled_from([0, 1, 5, 511, 512, 1000, 1024, 1025, 2501, 4097]), min_size=1, max_size=6
+    ),
     pieces=st.sampled_from([1, 100, 1000, 1024, 2048, 5000, 1 << 20]),
     bucket_bytes=st.sampled_from([1, 1000, 4096, 100_000]),
     width=st.sampled_from(WIDTHS),
@@ -107,13 +115,12 @@ def test_result_does_not_depend_on_what_it_is_fused_with(codec, dtype):
 def test_pieces_and_buckets_of_any_size_give_the_same_bits(sizes, pieces, bucket_bytes, width, one_host):
     kinds = [F4, np.float16, np.int16, np.float64, np.complex64]
     xs = [
-        [(100 * values(s, r + i)).astype(kinds[i % len(kinds)]) for i, s in enumerate(sizes)] for r in range(3)
+        [(100 * values(s, r + i)).astype(kinds[i % len(kinds)]) for i, s in enumerate(sizes)]
+        for r in range(3)
     ]
     codec = f"uniform:wire_bits={width}"
     whole, _ = simulate(xs, codec)
-    cut_up, _ = simulate(
-        xs, codec, piece_coordinates=pieces, bucket_bytes=bucket_bytes, one_host=one_host
-    )
+    cut_up, _ = simulate(xs, codec, piece_coordinates=pieces, bucket_bytes=bucket_bytes, one_host=one_host)
     assert [y.tobytes() for y in whole[0]] == [y.tobytes() for y in cut_up[0]]
 
 
@@ -166,7 +173,9 @@ def test_what_is_compressed_can_be_chosen_by_key_and_read_afterwards():
 
     def work(comm):
         reducer = gccomm.Reducer(
-            {"head/*": "raw", "layers/*": "uniform:wire_bits=4"}, comm=comm, op={"tokens": "sum", "loss": "sum"}
+            {"head/*": "raw", "layers/*": "uniform:wire_bits=4"},
+            comm=comm,
+            op={"tokens": "sum", "loss": "sum"},
         )
         return reducer(tree), reducer.stats
 
@@ -182,7 +191,12 @@ def test_what_is_compressed_can_be_chosen_by_key_and_read_afterwards():
 
 
 def test_size_from_which_arrays_are_compressed_is_exact():
-    for size, below, codec in ((1023, 1024, "two-words"), (1024, 1024, "uniform"), (1, 0, "uniform"), (9, 9, "uniform")):
+    for size, below, codec in (
+        (1023, 1024, "two-words"),
+        (1024, 1024, "uniform"),
+        (1, 0, "uniform"),
+        (9, 9, "uniform"),
+    ):
         _, stats = simulate([np.ones(size, F4)] * 2, exact_below=below)
         assert stats[0].codecs == {codec: size}
 
@@ -192,3 +206,10 @@ def test_small_arrays_are_as_good_as_exact():
     ys, _ = simulate(xs)
     exact = np.sum(np.array(xs, np.longdouble), axis=0)
     assert np.abs(ys[0] - exact).max() <= 5 * 2.0 ** -(61 - 2 * 3) * np.abs(xs).max() + 1e4 * 2.0**-52
+
+
+def test_ten_thousand_arrays_in_one_call():
+    tree = {f"k{i}": np.full(1 + i % 3, i, F4) for i in range(10_000)}
+    ys, stats = simulate([tree, tree])
+    assert all((ys[1][key] == 2 * x).all() for key, x in tree.items())
+    assert stats[0].messages < 10

@@ -62,7 +62,9 @@ def test_float64_is_not_narrowed_while_jax_is_loaded(codec, count):
     near_one = np.full(count, 1 + 1e-12)
     y = run(lambda comm: comm.compressed_allreduce(near_one, "mean", codec, exact_below=4096), 3)[0]
     assert (y == 1 + 1e-12).all()
-    wide = run(lambda comm: comm.compressed_allreduce(np.full(2000, 1e300), "mean", codec, exact_below=0), 3)[0]
+    wide = run(lambda comm: comm.compressed_allreduce(np.full(2000, 1e300), "mean", codec, exact_below=0), 3)[
+        0
+    ]
     assert np.isfinite(wide).all()
 
 
@@ -146,7 +148,15 @@ def test_trees_keep_their_structure_and_none_stays_none():
                 assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 0.03
 
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool]
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.int64,
+    torch.bool,
+]
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -202,7 +212,9 @@ def test_tensors_that_are_no_plain_memory_are_refused_everywhere(make, text):
     assert text in message
 
 
-@pytest.mark.parametrize("make", [lambda x: x.t(), lambda x: x.conj(), lambda x: x[::2, 1:], lambda x: x.conj().imag])
+@pytest.mark.parametrize(
+    "make", [lambda x: x.t(), lambda x: x.conj(), lambda x: x[::2, 1:], lambda x: x.conj().imag]
+)
 def test_torch_views_are_read_in_logical_order(make):
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     x = make(torch.complex(base, 2 * base))
@@ -228,6 +240,8 @@ def test_libraries_may_differ_between_ranks_where_dtypes_agree():
         return comm.compressed_allreduce(makers[comm.rank](2000, np.float32), "mean")
 
     results = run(work, 3)
-    kinds = [isinstance(y, kind) for y, kind in zip(results, (np.ndarray, jax.Array, torch.Tensor), strict=True)]
+    kinds = [
+        isinstance(y, kind) for y, kind in zip(results, (np.ndarray, jax.Array, torch.Tensor), strict=True)
+    ]
     assert all(kinds)
     assert len({np.asarray(y).tobytes() for y in results}) == 1

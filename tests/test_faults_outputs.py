@@ -117,7 +117,19 @@ def read_only():
         (lambda: "out", TypeError, "out"),
         (lambda: bytearray(16), TypeError, "out"),
     ],
-    ids=["dtype", "integers", "length", "shape", "read-only", "broadcast", "list", "keys", "scalar", "text", "bytes"],
+    ids=[
+        "dtype",
+        "integers",
+        "length",
+        "shape",
+        "read-only",
+        "broadcast",
+        "list",
+        "keys",
+        "scalar",
+        "text",
+        "bytes",
+    ],
 )
 def test_wrong_output_on_one_rank_is_refused_on_every_rank(out, kind, text):
     def work(comm):

@@ -122,9 +122,7 @@ def test_spike_after_small_steps_and_small_steps_after_a_spike(codec):
 
     def work(comm):
         reducer = gccomm.Reducer(codec, comm=comm, op="sum", error_feedback=False)
-        return [
-            (reducer({"w": np.full(1003, v, np.float32)})["w"], reducer.stats.clamps) for v in values
-        ]
+        return [(reducer({"w": np.full(1003, v, np.float32)})["w"], reducer.stats.clamps) for v in values]
 
     for results in run(work, 3):
         for value, (y, clamps) in zip(values, results, strict=True):
@@ -150,7 +148,9 @@ def test_lane_widths_that_are_no_integers_are_refused_at_construction(bits):
         gccomm.get_codec("uniform", wire_bits=bits)
 
 
-@pytest.mark.parametrize("codec", ["uniform:wire_bits=0", "uniform:wire_bits=NaN", "uniform:wire_bits", "qsgd?"])
+@pytest.mark.parametrize(
+    "codec", ["uniform:wire_bits=0", "uniform:wire_bits=NaN", "uniform:wire_bits", "qsgd?"]
+)
 def test_bad_codecs_are_refused_at_construction_and_by_calls(codec):
     with pytest.raises(ValueError, match=r"wire_bits|options are written|no codec"):
         run(lambda comm: gccomm.Reducer(codec, comm=comm), 1)

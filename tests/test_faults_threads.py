@@ -42,6 +42,26 @@ def test_interrupt_is_held_back_until_the_call_is_complete():
     comm.close()
 
 
+def test_handler_of_the_program_sees_the_interrupt_once_and_the_result_arrives():
+    seen: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        with gccomm.init("local") as comm:
+            original = comm._backend.sum_words
+
+            def sum_words(words):
+                signal.raise_signal(signal.SIGINT)
+                assert not seen
+                original(words)
+
+            comm._backend.sum_words = sum_words
+            assert np.abs(comm.compressed_allreduce(GOOD) - 1).max() < 0.01
+            assert seen == [signal.SIGINT]
+            del comm._backend.sum_words
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_other_interrupt_handlers_are_left_alone(handler):
     previous = signal.signal(signal.SIGINT, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gccomm_launch.mpiexec import Launcher, NoLauncherError, find_launcher
 
 import gccomm
-from gccomm_launch.mpiexec import Launcher, NoLauncherError, find_launcher
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -45,7 +46,13 @@ class Job:
     """A running job, its processes and what they wrote."""
 
     def __init__(
-        self, launcher: Launcher, here: Path, body: str, n: int, runner: tuple[str, ...], environ: dict[str, str]
+        self,
+        launcher: Launcher,
+        here: Path,
+        body: str,
+        n: int,
+        runner: tuple[str, ...],
+        environ: dict[str, str],
     ) -> None:
         self.here, self.path = here, here / "job.py"
         self.path.write_text(script(body))
@@ -108,10 +115,8 @@ class Job:
     def kill(self) -> None:
         for pid in self.alive():
             os.kill(pid, signal.SIGKILL)
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
 
@@ -207,6 +212,24 @@ print("went on", flush=True)
     assert "rank 1 of 2 aborts the job" in job.errors
 
 
+@pytest.mark.parametrize("arguments", ["1 << 40", "0, 1 << 40", "0, -(1 << 40)"])
+def test_split_that_mpi_cannot_express_on_one_rank_is_refused_or_served(start: Start, arguments: str) -> None:
+    job = start(
+        INIT
+        + f"""
+try:
+    part = comm.split({arguments}) if comm.rank == 1 else comm.split(0)
+    print("size", part.size, flush=True)
+except (ValueError, OverflowError) as error:
+    print("refused", type(error).__name__, error, flush=True)
+assert comm.allreduce(1) == 2
+"""
+    )
+    assert job.end(20) == 0, job.errors
+    first, second = job.output.splitlines()
+    assert first == second
+
+
 WAITING = (
     INIT
     + """
@@ -284,7 +307,7 @@ def test_killed_rank_ends_the_job(start: Start, rank: int) -> None:
     [
         "gccomm.compressed_allreduce(x)",
         "y = [comm.compressed_allreduce(x, codec=c) for c in ('raw', 'bf16', 'uniform')]",
-        "reducer = gccomm.Reducer(comm=comm, error_feedback=True); kept = reducer({'w': x}); parts = comm.split(0)",
+        "reducer = gccomm.Reducer(comm=comm, error_feedback=True); reducer({'w': x}); part = comm.split(0)",
         "part = comm.split(comm.rank); part.allreduce(1); del comm, part",
         "comm.close(); reducers = [gccomm.Reducer(comm=gccomm.init('mpi')) for _ in range(3)]",
         "comm.barrier(); sys.exit(0)",
@@ -374,7 +397,8 @@ def loop(comm, steps):
     for step in range(steps + 1):
         tree = {f"w{step % 7}": np.full(1000, step, np.float32), "v": np.ones(1100, np.float16)}
         reducer(tree)
-        comm.compressed_allreduce({f"k{step % 5}": np.ones(1000, np.float32)}, codec=("uniform", "raw")[step % 2])
+        codec = ("uniform", "raw")[step % 2]
+        comm.compressed_allreduce({f"k{step % 5}": np.ones(1000, np.float32)}, codec=codec)
         if step == steps // 10:
             before = resident()
     return resident() - before
@@ -418,6 +442,33 @@ def test_world_of_one_under_another_librarys_launcher_is_an_error(launcher: Laun
     assert done.returncode != 0
     assert gccomm.BackendError.__name__ in done.stderr
     assert "launcher belongs to another MPI" in done.stderr
+
+
+@pytest.mark.parametrize("level", ["single", "funneled", "serialized", "multiple"])
+def test_call_from_a_second_thread_says_so_where_mpi_allows_one_only(
+    launcher: Launcher, tmp_path: Path, level: str
+) -> None:
+    body = f"""
+import mpi4py, threading, warnings
+mpi4py.rc.thread_level = "{level}"
+comm = gccomm.init("mpi")
+from mpi4py import MPI
+enough = MPI.Query_thread() >= MPI.THREAD_SERIALIZED
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    thread = threading.Thread(target=lambda: comm.allreduce(1))
+    thread.start()
+    thread.join()
+texts = [str(w.message) for w in caught]
+assert len(texts) == (0 if enough else 1), texts
+assert enough or "thread_level" in texts[0]
+assert comm.allreduce(2) == 2
+"""
+    environ = dict(os.environ)
+    launcher.prepare(environ, root=os.geteuid() == 0)
+    command = [sys.executable, "-c", script(body), str(tmp_path)]
+    done: Any = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_more_ranks_than_cores_are_told_to_the_launcher() -> None:

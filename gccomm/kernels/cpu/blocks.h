@@ -44,9 +44,24 @@ inline void load_doubles(const double* in, int n, double* out) {
     for (; i < n; i++) out[i] = in[i];
 }
 
+// The nearest number that is finite; NaN stays NaN.
+inline float saturate(float x) {
+    constexpr float top = __FLT_MAX__;
+    return x > top ? top : x < -top ? -top : x;
+}
+
+inline double saturate(double x) {
+    constexpr double top = __DBL_MAX__;
+    return x > top ? top : x < -top ? -top : x;
+}
+
+// A finite value stays finite; what is inf or NaN stays so.
 template <class T>
 inline void add_residual(T* values, const T* residual, int n) {
-    for (int i = 0; i < n; i++) values[i] += residual[i];
+    for (int i = 0; i < n; i++) {
+        const T x = values[i], sum = x + residual[i];
+        values[i] = x - x == 0 ? saturate(sum) : sum;
+    }
 }
 
 // x, or x + residual, of a block that is not float64.
@@ -69,6 +84,22 @@ inline void wide_values(const Block& b, double* out) {
     else
         load_doubles(element<const double>(s.src, b.offset), b.length, out);
     if (residual != nullptr) add_residual(out, residual, b.length);
+}
+
+// Rounded to odd, so that rounding the result to 16 bits equals rounding x at once.
+inline float to_odd(double x) {
+    const float near = static_cast<float>(x);
+    const double back = near;
+    const u32 above = __builtin_fabs(back) > __builtin_fabs(x) ? 1u : 0u;
+    return back == x || x != x ? near : float_of((bits_of(near) - above) | 1u);
+}
+
+// float64 values on their way to a narrower dtype.
+inline void narrow_doubles(DType dtype, const double* in, int n, float* out) {
+    if (dtype == DType::float32)
+        for (int i = 0; i < n; i++) out[i] = static_cast<float>(in[i]);
+    else
+        for (int i = 0; i < n; i++) out[i] = to_odd(in[i]);
 }
 
 // Any float block as float64.

@@ -155,7 +155,7 @@ class Encoder {
     void residual(const Block& b, Scale scale) {
         float* out = element<float>(b.segment->res_out, b.offset);
         const float unit = scale.mant * unit_, power = pow2(scale.e);
-        for (int i = 0; i < b.length; i++) out[i] = x_.at[i] - static_cast<float>(q_.at[i]) * unit * power;
+        for (int i = 0; i < b.length; i++) out[i] = x_.at[i] - saturate(static_cast<float>(q_.at[i]) * unit * power);
     }
 
     void wide_residual(const Block& b, Scale scale) {
@@ -163,7 +163,7 @@ class Encoder {
         const float unit = scale.mant * unit_;
         const double power = pow2_wide(scale.e);
         for (int i = 0; i < b.length; i++)
-            out[i] = wide_.at[i] - static_cast<double>(static_cast<float>(q_.at[i]) * unit) * power;
+            out[i] = wide_.at[i] - saturate(static_cast<double>(static_cast<float>(q_.at[i]) * unit) * power);
     }
 
     // Residual of a block that sends nothing: all of it if its scale is zero, unchanged if that is not finite.

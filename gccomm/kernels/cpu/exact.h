@@ -41,7 +41,7 @@ class Exact {
         const i32* high = reinterpret_cast<const i32*>(words);
         sum(high, high + b.length, b.length, s, wide);
         if (wide) return store_doubles(x_.at, b.length, element<double>(segment.dst, b.offset));
-        for (int i = 0; i < b.length; i++) staged_.at[i] = static_cast<float>(x_.at[i]);
+        narrow_doubles(segment.dtype, x_.at, b.length, staged_.at);
         store_floats(segment.dtype, staged_.at, b.length, block_address(segment.dst, b), false);
     }
 
@@ -54,10 +54,11 @@ class Exact {
         }
         const double unit = pow2_wide(spare_ - 31);
         for (int i = 0; i < n; i++) x_.at[i] = high[i] + low[i] * unit;
+        if (args_.mean) {  // before the scaling: the mean of 1e308 is 1e308
+            const double ranks = static_cast<double>(args_.n);
+            for (int i = 0; i < n; i++) x_.at[i] /= ranks;
+        }
         scale_by_power(x_.at, n, split_scale(s, wide).e + 1 + spare_ - 30);
-        if (!args_.mean) return;
-        const double ranks = static_cast<double>(args_.n);
-        for (int i = 0; i < n; i++) x_.at[i] /= ranks;
     }
 
     const ExactArgs& args_;

@@ -70,7 +70,7 @@ class FloatCodec {
         if (wide_wire_) {
             store_doubles(wide_.at, b.length, static_cast<double*>(wire));
         } else {
-            for (int i = 0; i < b.length; i++) x_.at[i] = static_cast<float>(wide_.at[i]);
+            narrow_doubles(args_.wire, wide_.at, b.length, x_.at);
             store_floats(args_.wire, x_.at, b.length, wire, false);
         }
         double* residual = element<double>(b.segment->res_out, b.offset);
@@ -105,7 +105,7 @@ class FloatCodec {
         }
         if (is_wide(b.segment->dtype))
             return store_doubles(sent_.at, b.length, element<double>(b.segment->dst, b.offset));
-        for (int i = 0; i < b.length; i++) x_.at[i] = static_cast<float>(sent_.at[i]);
+        narrow_doubles(b.segment->dtype, sent_.at, b.length, x_.at);
         store_floats(b.segment->dtype, x_.at, b.length, block_address(b.segment->dst, b), args_.stream);
     }
 

@@ -207,7 +207,7 @@ NB_MODULE(_native, m) {
     m.def("pool_empty", &g::pool_empty, "nbytes"_a);
     m.def("pool_stats", &g::pool_stats);
     m.def("pool_trim", [] { g::Pool::instance().trim(); });
-    m.def("address", &g::address, "array"_a);
+    m.def("address", &g::address, "array"_a.none());
     m.def("isas", &g::usable_levels);
     m.def("isa", &g::current_level);
     m.def("set_isa", &g::choose_level, "name"_a);

@@ -82,9 +82,9 @@ def exact_decode(xp: Namespace, words: Array, scales: Array, *, n: int, mean: bo
     guard = _guard_bits(n)
     result = signed[:, :length] + signed[:, length:] * signed.dtype.type(2.0 ** (guard - 31))
     _, exponent = split_scale(xp, scales, wide)
-    result = scale_by_power(xp, result, (exponent + 1) + guard - 30)
-    if mean:
+    if mean:  # before the scaling: the mean of 1e308 is 1e308
         result = divide(xp, result, n)
+    result = scale_by_power(xp, result, (exponent + 1) + guard - 30)
     result = xp.where(usable(scales, wide)[:, None], result, xp.zeros_like(result))
     result = xp.where(nonfinite(scales, wide)[:, None], xp.full_like(result, xp.nan), result)
     return narrow(xp, result, dtype)

@@ -18,6 +18,7 @@ from gccomm.kernels.reference.scales import (
     add_residual,
     narrow,
     nonfinite,
+    saturate,
     split_scale,
     usable,
 )
@@ -96,7 +97,7 @@ def _rounding_error(
     mantissa, exponent = split_scale(xp, scales, is_wide(v))
     level = mantissa * xp.float32(65536 / limit)
     sent = (q.astype(xp.float32) * level[:, None]).astype(v.dtype)
-    error = v - scale_by_power(xp, sent, exponent)
+    error = v - saturate(xp, scale_by_power(xp, sent, exponent))
     kept = xp.zeros_like(v) if residual is None else residual
     return xp.where(nonfinite(scales, is_wide(v))[:, None], kept, error)
 
@@ -136,7 +137,7 @@ def encode(
     Notes
     -----
     One level, ``scale * 65536 / limit``, may lie beyond the largest number of the residual's dtype although
-    the scale does not; a residual that is out of range becomes infinite.
+    the scale does not: what was sent then counts as that largest number, and the residual stays finite.
     """
     v = add_residual(xp, x, residual)
     q = quantise(xp, v, scales, hashes, shift, limit)

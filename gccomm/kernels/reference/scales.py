@@ -10,7 +10,7 @@ import numpy as np
 
 from gccomm.kernels.reference.namespace import Array, Namespace, floor_log2, is_wide, quiet, u32, view
 
-__all__ = ["add_residual", "maxima", "narrow", "nonfinite", "split_scale", "usable", "widen"]
+__all__ = ["add_residual", "maxima", "narrow", "nonfinite", "saturate", "split_scale", "usable", "widen"]
 
 INFINITY_32 = 0x7F800000
 INFINITY_64 = 0x7FF00000
@@ -42,7 +42,7 @@ def narrow(xp: Namespace, x: Array, dtype: str) -> Array:
     xp : module
         ``numpy`` or ``jax.numpy``.
     x : array of float32 or float64
-        Numbers to round; float64 goes to 16-bit formats through float32.
+        Numbers to round, once: from float64 to a 16-bit format too.
     dtype : str
         "float32", "float64", "float16" (overflow gives inf) or "bfloat16".
 
@@ -53,9 +53,9 @@ def narrow(xp: Namespace, x: Array, dtype: str) -> Array:
     """
     if dtype == "float64":
         return x.astype(xp.float64)
-    x = x.astype(xp.float32)
     if dtype == "float32":
-        return x
+        return x.astype(xp.float32)
+    x = _to_odd(xp, x) if is_wide(x) else x
     if dtype == "float16":
         return x.astype(xp.float16)
     bits = view(x, xp.uint32)
@@ -64,11 +64,31 @@ def narrow(xp: Namespace, x: Array, dtype: str) -> Array:
     return xp.where(xp.isnan(x), quiet_nan, rounded).astype(xp.uint16)
 
 
+def _to_odd(xp: Namespace, x: Array) -> Array:
+    """Return float64 numbers as float32, rounded to odd: rounding that to 16 bits equals rounding `x` at once."""
+    near = x.astype(xp.float32)
+    back = near.astype(xp.float64)
+    odd = (view(near, xp.uint32) - (xp.abs(back) > xp.abs(x)).astype(xp.uint32)) | 1
+    return xp.where((back != x) & ~xp.isnan(x), view(odd, xp.float32), near)
+
+
 @quiet
 def add_residual(xp: Namespace, x: Array, residual: Array | None) -> Array:
-    """Return `x` widened, plus the residual (of the widened dtype) if there is one."""
+    """Return `x` widened, plus the residual (of the widened dtype) if there is one.
+
+    The sum saturates: a finite coordinate stays finite; one that is inf or NaN stays so.
+    """
     v = widen(xp, x)
-    return v if residual is None else v + residual
+    if residual is None:
+        return v
+    total = v + residual
+    return xp.where(xp.isfinite(v), saturate(xp, total), total)
+
+
+def saturate(xp: Namespace, x: Array) -> Array:
+    """Return the nearest finite numbers; NaN stays NaN."""
+    top = np.finfo(x.dtype).max
+    return xp.where(x > top, top, xp.where(x < -top, -top, x))
 
 
 def _upper_words(xp: Namespace, v: Array) -> Array:
