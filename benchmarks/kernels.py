@@ -1,8 +1,8 @@
 """Kernels on 64 MiB of float32, each as a multiple of a plain copy of that array in the same run.
 
-Every round runs a copy before each kernel, on each instruction-set level in turn; the median over the rounds of
-kernel over copy counts, so that a busy machine slows both alike. "In pieces" means pieces of 2 MiB: maxima and encode of a piece
-follow each other, so that encode finds it in the cache.
+Every round runs a copy before each kernel, on each instruction-set level in turn; the median over the rounds
+of kernel over copy counts, so that a busy machine slows both alike. "In pieces" means pieces of 2 MiB: maxima
+and encode of a piece follow each other, so that encode finds it in the cache.
 
     python benchmarks/kernels.py [--mib 64] [--rounds 9] [--isa x86-64-v4] [--json FILE]
 """

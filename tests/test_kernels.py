@@ -14,7 +14,7 @@ import pytest
 
 from gccomm import kernels
 from gccomm.lanes import WIDTHS
-from tests.kernel_batches import WIRES, Array, Part, convert, lane_batch, level, normal
+from tests.kernel_batches import WIRES, Array, Batch, Part, convert, lane_batch, level, normal
 
 __all__ = ["level"]
 

@@ -1,4 +1,4 @@
-"""What surrounds the native kernels: levels, arguments, the floating-point mode, addresses, and the pool of results."""
+"""What surrounds the native kernels: levels, arguments, floating-point mode, addresses, pool of results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_bad_arguments_are_refused(width: int, limit: int, n: int) -> None:
     batch = lane_batch(8, Part(normal(10)))
     scales, words = batch.maxima(), np.zeros(100, dtype=np.uint32)
     where = (kernels.address(scales), kernels.address(words), 0)
-    with pytest.raises(ValueError, match="lane width|limit|outside"):
+    with pytest.raises(ValueError, match=r"lane width|limit|outside"):
         kernels.decode(*batch.head, 0, 1, *where, width, limit, n, True, False, False)
 
 

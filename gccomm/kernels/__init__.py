@@ -1,9 +1,9 @@
 """Native kernels on blocks of tensors.
 
-The functions take plain addresses: of a table of :data:`~gccomm.kernels.table.SEGMENT` records, which says where
-the tensors of a batch lie and how they are cut into blocks, and of words, scales and results.  They work on the
-blocks ``lo`` to ``hi`` of the batch, check no address, and release the GIL.  What they compute is specified by
-:mod:`gccomm.kernels.reference`.
+The functions take plain addresses: of a table of :data:`~gccomm.kernels.table.SEGMENT` records, which says
+where the tensors of a batch lie and how they are cut into blocks, and of words, scales and results.  They
+work on the blocks ``lo`` to ``hi`` of the batch, check no address, and release the GIL.  What they compute is
+specified by :mod:`gccomm.kernels.reference`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Kernels on blocks of tensors, compiled once per instruction-set level.
 
-Common parameters: `table` is the address of `nseg` records of :data:`gccomm.kernels.table.SEGMENT`; the blocks
-``lo <= block < hi`` of the batch are worked on; `scales` is the address of the scale words (uint32) of the whole
-batch; `words` is the address of the words of block `lo`, whose offset in the batch is `word_base`; `n` is the
-number of ranks. An address of 0 means absent where a default says so.
+Common parameters: `table` is the address of `nseg` records of :data:`gccomm.kernels.table.SEGMENT`; the
+blocks ``lo <= block < hi`` of the batch are worked on; `scales` is the address of the scale words (uint32) of
+the whole batch; `words` is the address of the words of block `lo`, whose offset in the batch is `word_base`;
+`n` is the number of ranks. An address of 0 means absent where a default says so.
 """
 
 from typing import Any
@@ -29,8 +29,8 @@ def encode(
 ) -> None:
     """Round, pack into lanes of `width` bits, and leave residuals behind.
 
-    `limit` is the fixed-point value of the scale (2**-16 levels), `shift` this rank's shift of the dither, `check`
-    the address of uint32[hi - lo][2] for the check words.
+    `limit` is the fixed-point value of the scale (2**-16 levels), `shift` this rank's shift of the dither,
+    `check` the address of uint32[hi - lo][2] for the check words.
 
     Raises
     ------
@@ -57,8 +57,8 @@ def decode(
 ) -> None:
     """Turn summed lanes into results.
 
-    `subtract` takes the shared dither off, `stream` writes results past the caches, `energy` is the address of
-    float32[hi - lo] for the sum of squares (in levels) of each block.
+    `subtract` takes the shared dither off, `stream` writes results past the caches, `energy` is the address
+    of float32[hi - lo] for the sum of squares (in levels) of each block.
     """
 
 def exact_encode(
@@ -78,13 +78,13 @@ def int_encode(table: int, nseg: int, lo: int, hi: int, words: int, word_base: i
     """Write integers into lanes or 16-bit digits, as each segment's `width` and `digits` say."""
 
 def int_decode(table: int, nseg: int, lo: int, hi: int, words: int, word_base: int, n: int) -> int:
-    """Turn summed words into integers; return how many sums their dtype cannot hold (those are stored mod 2**bits).
+    """Turn summed words into integers; return how many sums their dtype cannot hold.
 
-    A segment without `dst` is only counted.
+    Those are stored mod 2**bits. A segment without `dst` is only counted.
     """
 
 def float_encode(table: int, nseg: int, lo: int, hi: int, buffer: int, wire: int) -> None:
-    """Convert to the float dtype with code `wire`, contiguous from block `lo` on, and leave residuals behind."""
+    """Convert to the float dtype with code `wire`, contiguous from block `lo` on; leave residuals behind."""
 
 def float_decode(
     table: int, nseg: int, lo: int, hi: int, buffer: int, wire: int, n: int, mean: bool, stream: bool
@@ -95,8 +95,9 @@ def nonfinite(table: int, nseg: int, lo: int, hi: int) -> int:
     """Return 1 if any input (plus residual) is inf or NaN, else 0."""
 
 def reduce_op(name: str) -> int:
-    """Return the address of ``void f(void *in, void *inout, int *len, void *datatype)``, which adds 16-bit floats.
+    """Return the address of a C function that adds 16-bit floats elementwise.
 
+    Its signature is ``void f(void *in, void *inout, int *len, void *datatype)``, that of an MPI reduction;
     `name` is "bfloat16" or "float16"; sums are formed in float32 and rounded to nearest even.
     """
 

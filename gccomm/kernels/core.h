@@ -1,8 +1,9 @@
 // The arithmetic that every target shares: noise, scales, rounding, lanes.
 //
-// Compiled by the host compiler once per instruction-set level, and fit for NVRTC: no headers, 32-bit integers,
-// float32, no multiply-add that a compiler might contract. `Ops` names the types F (float), I (int), U (unsigned)
-// and the few operations that differ between scalars and vectors. All results are the same bits everywhere.
+// Compiled by the host compiler once per instruction-set level, and fit for NVRTC: no headers, 32-bit
+// integers, float32, no multiply-add that a compiler might contract. `Ops` names the types F (float), I
+// (int), U (unsigned) and the few operations that differ between scalars and vectors. All results are the
+// same bits everywhere.
 #ifndef GCCOMM_CORE_H
 #define GCCOMM_CORE_H
 
@@ -30,9 +31,9 @@ using u64 = __UINT64_TYPE__;
 using i64 = __INT64_TYPE__;
 #endif
 
-constexpr int kBlock = 1024;              // coordinates in a full block
-constexpr u32 kGolden = 0x9E3779B9u;      // step of the position counter
-constexpr u32 kMix1 = 0x7FEB352Du;        // multipliers of a two-round integer mixer
+constexpr int kBlock = 1024;          // coordinates in a full block
+constexpr u32 kGolden = 0x9E3779B9u;  // step of the position counter
+constexpr u32 kMix1 = 0x7FEB352Du;    // multipliers of a two-round integer mixer
 constexpr u32 kMix2 = 0x846CA68Bu;
 constexpr float kMaxFixed = 2147418112.0f;  // 32767 * 65536: the largest rounded value, exact in float32
 
@@ -68,7 +69,8 @@ GCCOMM_FN int floor_log2(u32 x) {
 #endif
 }
 
-// ---- noise -------------------------------------------------------------------------------------------------
+// ---- noise
+// -------------------------------------------------------------------------------------------------
 
 GCCOMM_FN u32 fmix(u32 x) {
     x ^= x >> 16;
@@ -98,7 +100,8 @@ GCCOMM_FN U noise(U counter, u32 k1) {
     return x;
 }
 
-// ---- scales ------------------------------------------------------------------------------------------------
+// ---- scales
+// ------------------------------------------------------------------------------------------------
 
 struct Scale {
     float mant;  // in [1, 2)
@@ -145,11 +148,12 @@ GCCOMM_FN float float_below(i32 limit) {
     return static_cast<double>(nearest) > limit ? float_of(bits_of(nearest) - 1) : nearest;
 }
 
-// ---- rounding with shared dither ---------------------------------------------------------------------------
+// ---- rounding with shared dither
+// ---------------------------------------------------------------------------
 
 // The integer of one coordinate: `x * factor` in 16-bit fixed point, clamped, plus dither, floored.
-// `dither` is the noise plus the rank's shift << 16; only its upper half counts. `even` promises that the limit is a
-// float32: then clamping before rounding is the same as clamping after it, and cheaper.
+// `dither` is the noise plus the rank's shift << 16; only its upper half counts. `even` promises that the
+// limit is a float32: then clamping before rounding is the same as clamping after it, and cheaper.
 template <class Ops, bool even>
 GCCOMM_FN typename Ops::I quantise(typename Ops::F x, float factor, i32 limit, typename Ops::U dither) {
     typename Ops::I y;
@@ -177,7 +181,8 @@ GCCOMM_FN typename Ops::I undither(typename Ops::I q, typename Ops::U noise_bits
     return (q << 15) + centre.offset - Ops::as_int(Ops::times_upper(noise_bits, centre.ranks) >> 17);
 }
 
-// ---- lanes -------------------------------------------------------------------------------------------------
+// ---- lanes
+// -------------------------------------------------------------------------------------------------
 
 GCCOMM_FN constexpr int lanes_of(int width) { return 32 / width; }
 

@@ -19,7 +19,9 @@ struct NoWords {
 struct LaneWords {
     int width, full;
     explicit LaneWords(int w) : width(w), full(words_of(kBlock, w)) {}
-    int operator()(const Segment&, int length) const { return length == kBlock ? full : words_of(length, width); }
+    int operator()(const Segment&, int length) const {
+        return length == kBlock ? full : words_of(length, width);
+    }
 };
 struct ExactWords {
     int operator()(const Segment&, int length) const { return 2 * length; }
@@ -33,9 +35,13 @@ struct IntegerWords {
 
 template <class WordCount>
 class Cursor {
-   public:
+ public:
     Cursor(const Batch& batch, WordCount count)
-        : segment_(batch.table), end_(batch.table + batch.segments), at_(batch.lo), hi_(batch.hi), count_(count) {
+        : segment_(batch.table),
+          end_(batch.table + batch.segments),
+          at_(batch.lo),
+          hi_(batch.hi),
+          count_(count) {
         while (segment_ != end_ && segment_->base + segment_->nblocks <= at_) ++segment_;
         if (segment_ != end_) enter(at_ - segment_->base);
     }
@@ -49,7 +55,8 @@ class Cursor {
         }
         const Segment& s = *segment_;
         const i64 room = s.row - column_ * kBlock;
-        block = {segment_, number_, row_ * s.row + column_ * kBlock, static_cast<int>(room < kBlock ? room : kBlock)};
+        block = {segment_, number_, row_ * s.row + column_ * kBlock,
+                 static_cast<int>(room < kBlock ? room : kBlock)};
         if (block.offset + block.length > s.size) return false;
         index = at_++;
         word = next_word_;
@@ -69,7 +76,7 @@ class Cursor {
     i64 word = 0;   // offset of its first word in the batch
     int words = 0;  // how many it has
 
-   private:
+ private:
     void enter(i64 skip) {
         const Segment& s = *segment_;
         left_ = 0;

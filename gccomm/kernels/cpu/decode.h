@@ -32,7 +32,7 @@ enum Extras { none = 0, check_words = 1, energies = 2 };
 // Decoded values.
 template <bool subtract, int extras>
 class SumSource {
-   public:
+ public:
     GCCOMM_FN SumSource(const Integers& q, const Unrounding& r) : q_(q), r_(r) {}
 
     GCCOMM_FN void seek(int i) { counter_ = r_.noise.counter(i); }
@@ -48,7 +48,7 @@ class SumSource {
     Check check;
     Energy energy;
 
-   private:
+ private:
     // Lanes that are not inside the block do not count.
     GCCOMM_FN F vector(int i, I inside = I{} - 1) {
         const I sum = load<I>(q_.at + i);
@@ -70,7 +70,7 @@ class SumSource {
 };
 
 class Decoder {
-   public:
+ public:
     explicit Decoder(const DecodeArgs& args)
         : args_(args),
           centre_(centre_of(static_cast<u32>(args.n))),
@@ -97,13 +97,15 @@ class Decoder {
         const auto go = [&](auto sink) { dequantise(sink, b.length, r, check, energy); };
         if (!wide) return with_sink(b.segment->dtype, dst, args_.stream, go);
         double* out = static_cast<double*>(dst);
-        if (args_.stream && can_stream<double>(dst)) return go(DoubleSink<Memory::streamed>(out, wide_factor(scale.e)));
+        if (args_.stream && can_stream<double>(dst))
+            return go(DoubleSink<Memory::streamed>(out, wide_factor(scale.e)));
         go(DoubleSink<Memory::far>(out, wide_factor(scale.e)));
     }
 
-   private:
-    // Sets the second factor, 2^e and 1/n for a mean, or makes one of both where that rounds the same: no value then
-    // leaves the normal range, and one factor is a power of two. Returns the power of two to be applied afterwards.
+ private:
+    // Sets the second factor, 2^e and 1/n for a mean, or makes one of both where that rounds the same: no
+    // value then leaves the normal range, and one factor is a power of two. Returns the power of two to be
+    // applied afterwards.
     int factors(int e, Unrounding& r) const {
         if (e >= 128) return 0;  // not finite
         const bool inside = e >= -64 && e <= 64;

@@ -5,11 +5,12 @@
 
 namespace gccomm {
 
-#define GCCOMM_DECLARE(level)      \
-    namespace level {              \
+#define GCCOMM_DECLARE(level)     \
+    namespace level {             \
     extern const Kernels kernels; \
     }
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(GCCOMM_PORTABLE)
+#define GCCOMM_X86
 GCCOMM_DECLARE(v2)
 GCCOMM_DECLARE(v3)
 GCCOMM_DECLARE(v4)
@@ -27,7 +28,7 @@ struct Level {
 };
 
 const std::vector<Level>& levels() {
-#if defined(__x86_64__)
+#if defined(GCCOMM_X86)
     __builtin_cpu_init();
     static const std::vector<Level> all = {
         {"x86-64-v2", &v2::kernels, __builtin_cpu_supports("x86-64-v2") != 0},
@@ -74,7 +75,8 @@ void choose_level(const std::string& name) {
         }
         known += (known.empty() ? "" : ", ") + level.name;
     }
-    throw std::invalid_argument("no instruction-set level \"" + name + "\" on this machine; there are: " + known);
+    throw std::invalid_argument("no instruction-set level \"" + name +
+                                "\" on this machine; there are: " + known);
 }
 
 const Kernels& kernels() { return *current().load(std::memory_order_relaxed)->kernels; }

@@ -43,8 +43,9 @@ struct Rounding {
 // A sink that rounds: integers go to `out`, their check words are summed.
 template <bool checked, bool even>
 class RoundingSink {
-   public:
-    GCCOMM_FN RoundingSink(const Rounding& r, Integers& q) : r_(r), out_(q.at), counter_(r.noise.counter(0)) {}
+ public:
+    GCCOMM_FN RoundingSink(const Rounding& r, Integers& q)
+        : r_(r), out_(q.at), counter_(r.noise.counter(0)) {}
 
     GCCOMM_FN void put(int i, Pair v) {
         put_vector(i, v.low);
@@ -53,7 +54,7 @@ class RoundingSink {
 
     Check check;
 
-   private:
+ private:
     GCCOMM_FN void put_vector(int i, F v) {
         const U h = r_.noise.bits(counter_);
         const I q = quantise<VectorOps, even>(v, r_.factor, r_.limit, h + r_.shift);
@@ -79,7 +80,7 @@ inline void quantise_block(const Source& source, int n, const Rounding& r, Integ
 
 // What a lane codec does to one block, the block's own scale apart.
 class Encoder {
-   public:
+ public:
     explicit Encoder(const EncodeArgs& args)
         : args_(args), limit_(float_below(args.limit)), unit_(static_cast<float>(65536.0 / args.limit)) {
         zero_after(q_, 0);
@@ -107,7 +108,7 @@ class Encoder {
             residual(b, scale);
     }
 
-   private:
+ private:
     template <class Source>
     void quantise(const Source& source, const Block& b, const Rounding& r, u32* check) {
         if (limit_ == static_cast<double>(args_.limit))
@@ -131,7 +132,8 @@ class Encoder {
         const bool folds = exponent >= 1 && exponent <= 254;
         if (folds) r.factor = float_of(bits_of(r.factor) - (static_cast<u32>(scale.e) << 23));
         if (folds && s.src != 0 && s.res_in == 0 && s.res_out == 0)
-            return with_source(s.dtype, block_address(s.src, b), [&](auto source) { quantise(source, b, r, check); });
+            return with_source(s.dtype, block_address(s.src, b),
+                               [&](auto source) { quantise(source, b, r, check); });
         block_values(b, x_.at);
         if (folds) return quantise(NearFloats{x_.at}, b, r, check);
         for (int i = 0; i < b.length; i++) scaled_.at[i] = x_.at[i];
@@ -150,12 +152,13 @@ class Encoder {
         quantise(ScaledDoubles{x, power.first, power.second}, b, r, check);
     }
 
-    // What the integers leave over. (float32: the product is at least 2^-31, so one multiplication by 2^e rounds
-    // as two do.)
+    // What the integers leave over. (float32: the product is at least 2^-31, so one multiplication by 2^e
+    // rounds as two do.)
     void residual(const Block& b, Scale scale) {
         float* out = element<float>(b.segment->res_out, b.offset);
         const float unit = scale.mant * unit_, power = pow2(scale.e);
-        for (int i = 0; i < b.length; i++) out[i] = x_.at[i] - saturate(static_cast<float>(q_.at[i]) * unit * power);
+        for (int i = 0; i < b.length; i++)
+            out[i] = x_.at[i] - saturate(static_cast<float>(q_.at[i]) * unit * power);
     }
 
     void wide_residual(const Block& b, Scale scale) {
@@ -166,7 +169,8 @@ class Encoder {
             out[i] = wide_.at[i] - saturate(static_cast<double>(static_cast<float>(q_.at[i]) * unit) * power);
     }
 
-    // Residual of a block that sends nothing: all of it if its scale is zero, unchanged if that is not finite.
+    // Residual of a block that sends nothing: all of it if its scale is zero, unchanged if that is not
+    // finite.
     void skip(const Block& b, u32 s) {
         const Segment& segment = *b.segment;
         if (segment.res_out == 0) return;

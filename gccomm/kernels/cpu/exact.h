@@ -11,7 +11,7 @@ inline int ceil_log2(i64 n) {
 }
 
 class Exact {
-   public:
+ public:
     explicit Exact(const ExactArgs& args) : args_(args), spare_(ceil_log2(args.n)) {}
 
     void encode(const Block& b, u32 s, u32* words) {
@@ -45,7 +45,7 @@ class Exact {
         store_floats(segment.dtype, staged_.at, b.length, block_address(segment.dst, b), false);
     }
 
-   private:
+ private:
     void sum(const i32* high, const i32* low, int n, u32 s, bool wide) {
         if (s == 0 || nonfinite_scale(s, wide)) {
             const double fill = s == 0 ? 0.0 : double_of(0x7FF8000000000000ull);

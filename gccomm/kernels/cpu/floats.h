@@ -20,7 +20,7 @@ struct MeanSource {
 };
 
 class FloatCodec {
-   public:
+ public:
     explicit FloatCodec(const FloatArgs& args) : args_(args), wide_wire_(is_wide(args.wire)) {}
 
     void encode(const Block& b, void* wire) {
@@ -43,7 +43,7 @@ class FloatCodec {
         });
     }
 
-   private:
+ private:
     static void convert(DType from, const void* in, int n, DType to, void* out, bool streaming) {
         with_source(from, in, [&](auto source) {
             with_sink(to, out, streaming, [&](auto sink) { flow(source, sink, n); });

@@ -1,10 +1,9 @@
 // Values from a source to a sink in one pass, converted in registers on the way.
 //
-// A source has next(i), the pair of vectors at coordinate i, and part(i, count), a pair of which only `count` lanes
-// are real: the others are zero, and no memory is touched for them. seek(i) says where next() will go on.
-// A sink has head(n), the coordinates before its first whole cache line (a line of which only a part is streamed is
-// slow), put(i, pair), and near(buffer), the same sink
-// for a buffer in the cache.
+// A source has next(i), the pair of vectors at coordinate i, and part(i, count), a pair of which only `count`
+// lanes are real: the others are zero, and no memory is touched for them. seek(i) says where next() will go
+// on. A sink has head(n), the coordinates before its first whole cache line (a line of which only a part is
+// streamed is slow), put(i, pair), and near(buffer), the same sink for a buffer in the cache.
 #pragma once
 #include "halves.h"
 #include "table.h"
@@ -46,7 +45,8 @@ GCCOMM_FN void fetch_ahead(const Element* address, bool to_write) {
     }
 }
 
-// ---- sinks -------------------------------------------------------------------------------------------------
+// ---- sinks
+// -------------------------------------------------------------------------------------------------
 
 template <class T, Memory memory>
 struct SinkBase {
@@ -59,7 +59,7 @@ struct SinkBase {
         return before < n ? before : n;
     }
 
-   protected:
+ protected:
     template <class V>
     GCCOMM_FN void put_vector(int i, V v) const {
         if constexpr (memory == Memory::streamed)
@@ -130,7 +130,8 @@ GCCOMM_FN void with_sink(DType dtype, void* out, bool streaming, Function f) {
     return f(HalfSink<BFloat16, Memory::far>{{halves}});
 }
 
-// ---- sources -----------------------------------------------------------------------------------------------
+// ---- sources
+// -----------------------------------------------------------------------------------------------
 
 // How the elements of a format become float32.
 struct FloatFormat {
@@ -175,7 +176,7 @@ struct ScaledDoubles {
         return {vector(staged), vector(staged + kLanes)};
     }
 
-   private:
+ private:
     GCCOMM_FN F vector(const double* at) const {
         return narrow(load<D>(at) * first * second, load<D>(at + kLanes / 2) * first * second);
     }
@@ -194,7 +195,8 @@ GCCOMM_FN void with_source(DType dtype, const void* x, Function f) {
     }
 }
 
-// ---- sums of 16-bit floats ---------------------------------------------------------------------------------
+// ---- sums of 16-bit floats
+// ---------------------------------------------------------------------------------
 
 template <class Half>
 struct HalfSums {

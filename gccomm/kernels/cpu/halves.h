@@ -8,7 +8,7 @@ struct BFloat16 {
     static GCCOMM_FN F to_float(U16 x) { return (F)(widen(x) << 16); }
     static GCCOMM_FN W16 from_floats(Pair x) { return upper_halves(rounded(x.low), rounded(x.high)); }
 
-   private:
+ private:
     static GCCOMM_FN U rounded(F x) {
         const U bits = (U)x;
         const U nearest = bits + 0x7FFFu + ((bits >> 16) & 1u);
@@ -31,7 +31,7 @@ struct PortableFloat16 {
     }
     static GCCOMM_FN W16 from_floats(Pair x) { return narrow(rounded(x.low), rounded(x.high)); }
 
-   private:
+ private:
     static GCCOMM_FN U rounded(F x) {
         const U bits = (U)x & 0x7FFFFFFFu;
         const U sign = ((U)x >> 16) & 0x8000u;
@@ -44,7 +44,7 @@ struct PortableFloat16 {
     }
 };
 
-#if defined(__AVX512F__)
+#if GCCOMM_SIMD == 512
 struct Float16 {
     static GCCOMM_FN F to_float(U16 x) { return (F)_mm512_cvtph_ps((__m256i)x); }
     static GCCOMM_FN W16 from_floats(Pair x) {
@@ -52,7 +52,7 @@ struct Float16 {
         return (W16)_mm512_inserti64x4(low, _mm512_cvtps_ph((__m512)x.high, 0), 1);
     }
 };
-#elif defined(__F16C__)
+#elif GCCOMM_SIMD == 256
 struct Float16 {
     static GCCOMM_FN F to_float(U16 x) { return (F)_mm256_cvtph_ps((__m128i)x); }
     static GCCOMM_FN W16 from_floats(Pair x) {

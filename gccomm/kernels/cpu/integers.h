@@ -17,16 +17,26 @@ struct Boolean {
 template <class Function>
 inline void with_integer(DType dtype, Function f) {
     switch (dtype) {
-        case DType::int8: return f(static_cast<signed char*>(nullptr));
-        case DType::int16: return f(static_cast<short*>(nullptr));
-        case DType::int32: return f(static_cast<i32*>(nullptr));
-        case DType::int64: return f(static_cast<i64*>(nullptr));
-        case DType::uint8: return f(static_cast<u8*>(nullptr));
-        case DType::uint16: return f(static_cast<u16*>(nullptr));
-        case DType::uint32: return f(static_cast<u32*>(nullptr));
-        case DType::uint64: return f(static_cast<u64*>(nullptr));
-        case DType::boolean: return f(static_cast<Boolean*>(nullptr));
-        default: return;
+        case DType::int8:
+            return f(static_cast<signed char*>(nullptr));
+        case DType::int16:
+            return f(static_cast<short*>(nullptr));
+        case DType::int32:
+            return f(static_cast<i32*>(nullptr));
+        case DType::int64:
+            return f(static_cast<i64*>(nullptr));
+        case DType::uint8:
+            return f(static_cast<u8*>(nullptr));
+        case DType::uint16:
+            return f(static_cast<u16*>(nullptr));
+        case DType::uint32:
+            return f(static_cast<u32*>(nullptr));
+        case DType::uint64:
+            return f(static_cast<u64*>(nullptr));
+        case DType::boolean:
+            return f(static_cast<Boolean*>(nullptr));
+        default:
+            return;
     }
 }
 

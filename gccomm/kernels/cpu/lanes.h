@@ -4,7 +4,8 @@
 
 namespace gccomm::GCCOMM_LEVEL {
 
-// Signed integers of a block. Beyond the block: zeros as far as lanes may read, room as far as they may write.
+// Signed integers of a block. Beyond the block: zeros as far as lanes may read, room as far as they may
+// write.
 struct alignas(kLineBytes) Integers {
     static constexpr int room = kBlock + 32;
     i32 at[room];
@@ -48,7 +49,8 @@ inline void unpack(const u32* in, int words, Integers& q) {
     if (words < kLanes) {
         u32 staged[kLanes] = {};
         __builtin_memcpy(staged, in, sizeof(u32) * static_cast<u32>(words));
-        unpack_vector<width>(load<U>(staged), q.at, words);  // each lane overwrites what the one before left over
+        unpack_vector<width>(load<U>(staged), q.at,
+                             words);  // each lane overwrites what the one before left over
         return;
     }
     for (int j = 0; j < words - kLanes; j += kLanes) unpack_vector<width>(load<U>(in + j), q.at + j, words);
@@ -60,15 +62,24 @@ inline void unpack(const u32* in, int words, Integers& q) {
 template <class Function>
 inline void with_width(int width, Function f) {
     switch (width) {
-        case 2: return f.template operator()<2>();
-        case 3: return f.template operator()<3>();
-        case 4: return f.template operator()<4>();
-        case 5: return f.template operator()<5>();
-        case 6: return f.template operator()<6>();
-        case 8: return f.template operator()<8>();
-        case 10: return f.template operator()<10>();
-        case 16: return f.template operator()<16>();
-        default: return f.template operator()<32>();
+        case 2:
+            return f.template operator()<2>();
+        case 3:
+            return f.template operator()<3>();
+        case 4:
+            return f.template operator()<4>();
+        case 5:
+            return f.template operator()<5>();
+        case 6:
+            return f.template operator()<6>();
+        case 8:
+            return f.template operator()<8>();
+        case 10:
+            return f.template operator()<10>();
+        case 16:
+            return f.template operator()<16>();
+        default:
+            return f.template operator()<32>();
     }
 }
 
@@ -80,10 +91,10 @@ inline void unpack(int width, const u32* in, int words, Integers& q) {
     with_width(width, [&]<int w>() { unpack<w>(in, words, q); });
 }
 
-// The two check words of a block: sums mod 2^32 of H q and rotl(H, 16) q. As rotl(H, 16) = (H >> 16) + (H << 16), the
-// second is the sum of (H >> 16) q plus the first << 16.
+// The two check words of a block: sums mod 2^32 of H q and rotl(H, 16) q. As rotl(H, 16) = (H >> 16) + (H <<
+// 16), the second is the sum of (H >> 16) q plus the first << 16.
 class Check {
-   public:
+ public:
     GCCOMM_FN void add(I q, U noise_bits) {
         first_ += noise_bits * (U)q;
         upper_ += (noise_bits >> 16) * (U)q;
@@ -98,7 +109,7 @@ class Check {
         out[1] = upper + (first << 16);
     }
 
-   private:
+ private:
     U first_{}, upper_{};
 };
 

@@ -1,6 +1,6 @@
 // All kernels for one instruction-set level: compiled once per level, each time into a namespace of its own
-// (GCCOMM_LEVEL), so that no inline function of one level can stand in for another's. Uses no inline function of
-// the standard library for the same reason.
+// (GCCOMM_LEVEL), so that no inline function of one level can stand in for another's. Uses no inline function
+// of the standard library for the same reason.
 #include "decode.h"
 #include "exact.h"
 #include "floats.h"
@@ -11,8 +11,19 @@ namespace gccomm::GCCOMM_LEVEL {
 extern const Kernels kernels;
 
 const Kernels kernels = {
-    maxima,     encode,     decode,       exact_encode, exact_decode,         int_range,           int_encode,
-    int_decode, float_encode, float_decode, nonfinite,    add_halves<BFloat16>, add_halves<Float16>,
+    maxima,
+    encode,
+    decode,
+    exact_encode,
+    exact_decode,
+    int_range,
+    int_encode,
+    int_decode,
+    float_encode,
+    float_decode,
+    nonfinite,
+    add_halves<BFloat16>,
+    add_halves<Float16>,
 };
 
 }  // namespace gccomm::GCCOMM_LEVEL

@@ -4,8 +4,8 @@
 
 namespace gccomm::GCCOMM_LEVEL {
 
-// Largest pattern without its sign bit, of n signed integers of type T in vectors V. Integers order the patterns of
-// floats as the floats, with inf and NaN on top.
+// Largest pattern without its sign bit, of n signed integers of type T in vectors V. Integers order the
+// patterns of floats as the floats, with inf and NaN on top.
 template <class V, class T>
 inline T largest_pattern(const T* x, int n) {
     constexpr int step = kVectorBytes / static_cast<int>(sizeof(T));

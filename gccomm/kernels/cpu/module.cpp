@@ -49,9 +49,12 @@ void maxima(Address table, Index segments, Index lo, Index hi, Address out) {
 void encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
             int width, std::int32_t limit, std::uint32_t shift, Address check) {
     check_lanes(width, limit);
-    kernels().encode(batch(table, segments, lo, hi),
-                     {pointer<const std::uint32_t>(scales), {pointer<std::uint32_t>(words), word_base}, width, limit,
-                      shift, pointer<std::uint32_t>(check)});
+    kernels().encode(batch(table, segments, lo, hi), {pointer<const std::uint32_t>(scales),
+                                                      {pointer<std::uint32_t>(words), word_base},
+                                                      width,
+                                                      limit,
+                                                      shift,
+                                                      pointer<std::uint32_t>(check)});
 }
 
 void decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
@@ -59,9 +62,16 @@ void decode(Address table, Index segments, Index lo, Index hi, Address scales, A
             Address energy) {
     check_lanes(width, limit);
     require_ranks(n);
-    kernels().decode(batch(table, segments, lo, hi),
-                     {pointer<const std::uint32_t>(scales), {pointer<std::uint32_t>(words), word_base}, width, limit,
-                      n, subtract, mean, stream, pointer<std::uint32_t>(check), pointer<float>(energy)});
+    kernels().decode(batch(table, segments, lo, hi), {pointer<const std::uint32_t>(scales),
+                                                      {pointer<std::uint32_t>(words), word_base},
+                                                      width,
+                                                      limit,
+                                                      n,
+                                                      subtract,
+                                                      mean,
+                                                      stream,
+                                                      pointer<std::uint32_t>(check),
+                                                      pointer<float>(energy)});
 }
 
 ExactArgs exact_args(Address scales, Address words, Index word_base, Index n, bool mean) {
@@ -69,13 +79,13 @@ ExactArgs exact_args(Address scales, Address words, Index word_base, Index n, bo
     return {pointer<const std::uint32_t>(scales), {pointer<std::uint32_t>(words), word_base}, n, mean};
 }
 
-void exact_encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
-                  Index n) {
+void exact_encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words,
+                  Index word_base, Index n) {
     kernels().exact_encode(batch(table, segments, lo, hi), exact_args(scales, words, word_base, n, false));
 }
 
-void exact_decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
-                  Index n, bool mean) {
+void exact_decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words,
+                  Index word_base, Index n, bool mean) {
     kernels().exact_decode(batch(table, segments, lo, hi), exact_args(scales, words, word_base, n, mean));
 }
 
@@ -106,8 +116,8 @@ void float_encode(Address table, Index segments, Index lo, Index hi, Address buf
     kernels().float_encode(batch(table, segments, lo, hi), float_args(buffer, wire, 1, false, stream));
 }
 
-void float_decode(Address table, Index segments, Index lo, Index hi, Address buffer, int wire, Index n, bool mean,
-                  bool stream) {
+void float_decode(Address table, Index segments, Index lo, Index hi, Address buffer, int wire, Index n,
+                  bool mean, bool stream) {
     kernels().float_decode(batch(table, segments, lo, hi), float_args(buffer, wire, n, mean, stream));
 }
 
@@ -162,7 +172,8 @@ PyTypeObject* array_type() {
     nb::object numpy = nb::module_::import_("numpy");
     nb::object probe = numpy.attr("zeros")(1);
     const nb::object expected = probe.attr("__array_interface__")["data"][0];
-    if (nb::cast<Address>(expected) != reinterpret_cast<Address>(reinterpret_cast<ArrayHead*>(probe.ptr())->data))
+    if (nb::cast<Address>(expected) !=
+        reinterpret_cast<Address>(reinterpret_cast<ArrayHead*>(probe.ptr())->data))
         throw std::runtime_error("this NumPy lays out its arrays in an unknown way");
     return reinterpret_cast<PyTypeObject*>(nb::object(numpy.attr("ndarray")).release().ptr());
 }
@@ -187,21 +198,24 @@ NB_MODULE(_native, m) {
     namespace g = gccomm;
     m.doc() = "Kernels on blocks of tensors; see gccomm.kernels.";
     m.def("maxima", &g::maxima, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "out"_a, Released());
-    m.def("encode", &g::encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a, "width"_a,
-          "limit"_a, "shift"_a, "check"_a = 0, Released());
-    m.def("decode", &g::decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a, "width"_a,
-          "limit"_a, "n"_a, "subtract"_a, "mean"_a, "stream"_a, "check"_a = 0, "energy"_a = 0, Released());
-    m.def("exact_encode", &g::exact_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
-          "n"_a, Released());
-    m.def("exact_decode", &g::exact_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
-          "n"_a, "mean"_a, Released());
+    m.def("encode", &g::encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
+          "width"_a, "limit"_a, "shift"_a, "check"_a = 0, Released());
+    m.def("decode", &g::decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
+          "width"_a, "limit"_a, "n"_a, "subtract"_a, "mean"_a, "stream"_a, "check"_a = 0, "energy"_a = 0,
+          Released());
+    m.def("exact_encode", &g::exact_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
+          "word_base"_a, "n"_a, Released());
+    m.def("exact_decode", &g::exact_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
+          "word_base"_a, "n"_a, "mean"_a, Released());
     m.def("int_range", &g::int_range, "table"_a, "nseg"_a, "out"_a, Released());
-    m.def("int_encode", &g::int_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "words"_a, "word_base"_a, Released());
+    m.def("int_encode", &g::int_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "words"_a, "word_base"_a,
+          Released());
     m.def("int_decode", &g::int_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "words"_a, "word_base"_a, "n"_a,
           Released());
-    m.def("float_encode", &g::float_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "buffer"_a, "wire"_a, Released());
-    m.def("float_decode", &g::float_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "buffer"_a, "wire"_a, "n"_a, "mean"_a,
-          "stream"_a, Released());
+    m.def("float_encode", &g::float_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "buffer"_a, "wire"_a,
+          Released());
+    m.def("float_decode", &g::float_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "buffer"_a, "wire"_a, "n"_a,
+          "mean"_a, "stream"_a, Released());
     m.def("nonfinite", &g::nonfinite, "table"_a, "nseg"_a, "lo"_a, "hi"_a, Released());
     m.def("reduce_op", &g::reduce_op, "name"_a);
     m.def("pool_empty", &g::pool_empty, "nbytes"_a);

@@ -10,7 +10,7 @@ namespace gccomm {
 namespace {
 
 constexpr std::size_t kSmallest = 256;
-constexpr std::size_t kHuge = std::size_t{4} << 20;      // from here on whole huge pages
+constexpr std::size_t kHuge = std::size_t{4} << 20;  // from here on whole huge pages
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kAlwaysKept = std::size_t{64} << 20;
 

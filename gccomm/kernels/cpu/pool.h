@@ -13,18 +13,19 @@ struct PoolStats {
 };
 
 class Pool {
-   public:
+ public:
     // The process's pool; never destroyed, so that arrays may outlive the interpreter.
     static Pool& instance();
 
-    void* take(std::size_t bytes);  // 64-byte aligned; from 4 MiB on 2 MiB-aligned, in huge pages; std::bad_alloc
+    void* take(
+        std::size_t bytes);  // 64-byte aligned; from 4 MiB on 2 MiB-aligned, in huge pages; std::bad_alloc
     void give_back(void* block, std::size_t bytes) noexcept;  // bytes as asked for
     PoolStats stats();
     void trim();  // frees all that is not in use
 
     static std::size_t size_class(std::size_t bytes);
 
-   private:
+ private:
     struct Free {
         void* block;
         std::size_t size;

@@ -1,20 +1,27 @@
 // Vectors of the machine's width, and the few operations that need an instruction by name.
 #pragma once
-#if defined(__x86_64__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
 #include "../core.h"
 
+// Width in bits of the vectors that instructions are named for; 0: only what the compiler makes of plain vectors.
+#if defined(GCCOMM_PORTABLE)
+#define GCCOMM_SIMD 0
+#elif defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define GCCOMM_SIMD 512
+#elif defined(__AVX2__) && defined(__F16C__)
+#define GCCOMM_SIMD 256
+#elif defined(__SSE4_1__)
+#define GCCOMM_SIMD 128
+#else
+#define GCCOMM_SIMD 0
+#endif
+
 namespace gccomm::GCCOMM_LEVEL {
 
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32;
-#else
-constexpr int kVectorBytes = 16;
-#endif
+constexpr int kVectorBytes = GCCOMM_SIMD == 0 ? 16 : GCCOMM_SIMD / 8;
 constexpr int kLanes = kVectorBytes / 4;  // 32-bit lanes of a vector
 constexpr int kLineBytes = 64;            // of the cache
 
@@ -61,11 +68,11 @@ GCCOMM_FN U select(I mask, U yes, U no) { return mask ? yes : no; }
 
 // Nearest integer, ties to even; x must be within the integers' range.
 GCCOMM_FN I nearest(F x) {
-#if defined(__AVX512F__)
+#if GCCOMM_SIMD == 512
     return (I)_mm512_cvtps_epi32((__m512)x);
-#elif defined(__AVX2__)
+#elif GCCOMM_SIMD == 256
     return (I)_mm256_cvtps_epi32((__m256)x);
-#elif defined(__SSE2__)
+#elif GCCOMM_SIMD == 128
     return (I)_mm_cvtps_epi32((__m128)x);
 #else
     I y{};
@@ -77,11 +84,11 @@ GCCOMM_FN I nearest(F x) {
 // Between -limit and limit; NaN becomes limit.
 GCCOMM_FN F clamped(F x, float limit) {
     const F high = F{} + limit;
-#if defined(__AVX512F__)
+#if GCCOMM_SIMD == 512
     return (F)_mm512_max_ps(_mm512_min_ps((__m512)x, (__m512)high), (__m512)-high);
-#elif defined(__AVX2__)
+#elif GCCOMM_SIMD == 256
     return (F)_mm256_max_ps(_mm256_min_ps((__m256)x, (__m256)high), (__m256)-high);
-#elif defined(__SSE2__)
+#elif GCCOMM_SIMD == 128
     return (F)_mm_max_ps(_mm_min_ps((__m128)x, (__m128)high), (__m128)-high);
 #else
     const F below = x < high ? x : high;
@@ -91,15 +98,15 @@ GCCOMM_FN F clamped(F x, float limit) {
 
 GCCOMM_FN U widen(U16 x) { return __builtin_convertvector(x, U); }
 
-// Two vectors of numbers below 2^16 as one of 16-bit numbers. (Named instructions: gcc makes long shuffles of the
-// plain conversion.)
+// Two vectors of numbers below 2^16 as one of 16-bit numbers. (Named instructions: gcc makes long shuffles of
+// the plain conversion.)
 GCCOMM_FN W16 narrow(U low, U high) {
-#if defined(__AVX512BW__)
+#if GCCOMM_SIMD == 512
     const __m512i even = (__m512i)(iota() * 0x00040004u + 0x00020000u);  // 0, 2, 4 ... 62
     return (W16)_mm512_permutex2var_epi16((__m512i)low, even, (__m512i)high);
-#elif defined(__AVX2__)
+#elif GCCOMM_SIMD == 256
     return (W16)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)low, (__m256i)high), 0xD8);
-#elif defined(__SSE4_1__)
+#elif GCCOMM_SIMD == 128
     return (W16)_mm_packus_epi32((__m128i)low, (__m128i)high);
 #else
     W16 all{};
@@ -113,7 +120,7 @@ GCCOMM_FN W16 narrow(U low, U high) {
 
 // The upper halves of the lanes of two vectors.
 GCCOMM_FN W16 upper_halves(U low, U high) {
-#if defined(__AVX512BW__)
+#if GCCOMM_SIMD == 512
     const __m512i odd = (__m512i)(iota() * 0x00040004u + 0x00030001u);  // 1, 3, 5 ... 63
     return (W16)_mm512_permutex2var_epi16((__m512i)low, odd, (__m512i)high);
 #else
@@ -122,12 +129,12 @@ GCCOMM_FN W16 upper_halves(U low, U high) {
 }
 
 GCCOMM_FN F narrow(D low, D high) {
-#if defined(__AVX512DQ__)
+#if GCCOMM_SIMD == 512
     const __m512 first = _mm512_castps256_ps512(_mm512_cvtpd_ps((__m512d)low));
     return (F)_mm512_insertf32x8(first, _mm512_cvtpd_ps((__m512d)high), 1);
-#elif defined(__AVX2__)
+#elif GCCOMM_SIMD == 256
     return (F)_mm256_set_m128(_mm256_cvtpd_ps((__m256d)high), _mm256_cvtpd_ps((__m256d)low));
-#elif defined(__SSE2__)
+#elif GCCOMM_SIMD == 128
     return (F)_mm_movelh_ps(_mm_cvtpd_ps((__m128d)low), _mm_cvtpd_ps((__m128d)high));
 #else
     F all{};
@@ -140,11 +147,11 @@ GCCOMM_FN F narrow(D low, D high) {
 }
 
 GCCOMM_FN D widen_low(F x) {
-#if defined(__AVX512F__)
+#if GCCOMM_SIMD == 512
     return (D)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x));
-#elif defined(__AVX2__)
+#elif GCCOMM_SIMD == 256
     return (D)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x));
-#elif defined(__SSE2__)
+#elif GCCOMM_SIMD == 128
     return (D)_mm_cvtps_pd((__m128)x);
 #else
     D half{};
@@ -154,11 +161,11 @@ GCCOMM_FN D widen_low(F x) {
 }
 
 GCCOMM_FN D widen_high(F x) {
-#if defined(__AVX512DQ__)
+#if GCCOMM_SIMD == 512
     return (D)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1));
-#elif defined(__AVX2__)
+#elif GCCOMM_SIMD == 256
     return (D)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1));
-#elif defined(__SSE2__)
+#elif GCCOMM_SIMD == 128
     return (D)_mm_cvtps_pd(_mm_movehl_ps((__m128)x, (__m128)x));
 #else
     D half{};
@@ -171,11 +178,11 @@ GCCOMM_FN D widen_high(F x) {
 template <class V>
 GCCOMM_FN void stream(void* address, V v) {
     static_assert(sizeof v == kVectorBytes);
-#if defined(__AVX512F__)
+#if GCCOMM_SIMD == 512
     _mm512_stream_si512(static_cast<__m512i*>(address), (__m512i)v);
-#elif defined(__AVX2__)
+#elif GCCOMM_SIMD == 256
     _mm256_stream_si256(static_cast<__m256i*>(address), (__m256i)v);
-#elif defined(__SSE2__)
+#elif GCCOMM_SIMD == 128
     _mm_stream_si128(static_cast<__m128i*>(address), (__m128i)v);
 #else
     store(address, v);
@@ -183,7 +190,7 @@ GCCOMM_FN void stream(void* address, V v) {
 }
 
 GCCOMM_FN void stream_fence() {
-#if defined(__SSE2__)
+#if GCCOMM_SIMD
     _mm_sfence();
 #endif
 }
@@ -206,12 +213,12 @@ struct VectorOps {
 
 // Round to nearest even with subnormals kept, whatever the caller's thread has set; put back at the end.
 class FloatEnvironment {
-   public:
+ public:
 #if defined(__SSE2__)
     FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
     ~FloatEnvironment() { _mm_setcsr(saved_); }
 
-   private:
+ private:
     unsigned saved_;
 #elif defined(__aarch64__)
     FloatEnvironment() {
@@ -220,7 +227,7 @@ class FloatEnvironment {
     }
     ~FloatEnvironment() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
 
-   private:
+ private:
     u64 saved_ = 0;
 #else
     FloatEnvironment() {}

@@ -1,4 +1,5 @@
-// What the Python side and all instruction-set levels share: the segment record, dtype codes, the dispatch table.
+// What the Python side and all instruction-set levels share: the segment record, dtype codes, the dispatch
+// table.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,16 +7,29 @@
 namespace gccomm {
 
 enum class DType : std::uint8_t {
-    float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8, uint16, uint32, uint64, boolean
+    float32,
+    float64,
+    float16,
+    bfloat16,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+    boolean
 };
 
 // A run of blocks of one tensor; mirrors SEGMENT in table.py.
 struct Segment {
-    std::uint64_t src, dst, res_in, res_out;  // addresses of the tensor's first element; 0: absent (src: zeros)
-    std::int64_t size, row;                   // coordinates of the tensor, and of one row
-    std::int64_t block0, nblocks;             // first block in the tensor, number of blocks
-    std::int64_t base, word0;                 // place of the first block, and of its words, in the batch
-    std::uint32_t key0, key1;                 // step key of the tensor
+    std::uint64_t src, dst, res_in,
+        res_out;                   // addresses of the tensor's first element; 0: absent (src: zeros)
+    std::int64_t size, row;        // coordinates of the tensor, and of one row
+    std::int64_t block0, nblocks;  // first block in the tensor, number of blocks
+    std::int64_t base, word0;      // place of the first block, and of its words, in the batch
+    std::uint32_t key0, key1;      // step key of the tensor
     DType dtype;
     std::uint8_t width, digits;  // integers: lane width, or number of 16-bit digits
     std::uint8_t unused[5];

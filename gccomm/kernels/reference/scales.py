@@ -65,7 +65,7 @@ def narrow(xp: Namespace, x: Array, dtype: str) -> Array:
 
 
 def _to_odd(xp: Namespace, x: Array) -> Array:
-    """Return float64 numbers as float32, rounded to odd: rounding that to 16 bits equals rounding `x` at once."""
+    """Return float64 numbers as float32, rounded to odd: rounding that to 16 bits is rounding `x` at once."""
     near = x.astype(xp.float32)
     back = near.astype(xp.float64)
     odd = (view(near, xp.uint32) - (xp.abs(back) > xp.abs(x)).astype(xp.uint32)) | 1
