@@ -23,6 +23,7 @@ from gccomm import kernels
 from gccomm.kernels import DTYPE_CODES, SEGMENT, address
 
 RANKS = 4
+PIECE = 512  # blocks
 BARS = {"x86-64-v4": 0, "x86-64-v3": 1}
 """Column of the bars below."""
 
@@ -43,7 +44,8 @@ class Case:
             kernels.pool_empty(self.x.nbytes).view(self.x.dtype) if pooled else np.zeros_like(self.x)
         )
         self.result[:] = 0
-        self.words = np.zeros(self.size, dtype=np.uint32)
+        self.words = kernels.pool_empty(4 * self.size).view(np.uint32)
+        self.words[:] = 0
         self.scales = np.zeros(self.blocks, dtype=np.uint32)
         self.check = np.zeros((self.blocks, 2), dtype=np.uint32)
         self.table = np.zeros(1, dtype=SEGMENT)
@@ -111,12 +113,17 @@ class Case:
         code = DTYPE_CODES[wire]
         kernels.float_decode(*self.batch, 0, self.blocks, address(self.words), code, RANKS, True, True)
 
-    def in_pieces(self, width: int, encode: bool = True) -> None:
-        step = 512
-        for lo in range(0, self.blocks, step):
-            self.maxima(lo, lo + step)
-            if encode:
-                self.encode(width, lo=lo, hi=lo + step)
+    def in_pieces(self, width: int) -> None:
+        for lo in range(0, self.blocks, PIECE):
+            self.maxima(lo, lo + PIECE)
+            self.encode(width, lo=lo, hi=lo + PIECE)
+
+    def float_in_pieces(self, wire: str) -> None:
+        """Convert through a wire buffer that is used again for every piece, there and back."""
+        code, buffer = DTYPE_CODES[wire], address(self.words)
+        for lo in range(0, self.blocks, PIECE):
+            kernels.float_encode(*self.batch, lo, lo + PIECE, buffer, code)
+            kernels.float_decode(*self.batch, lo, lo + PIECE, buffer, code, RANKS, True, True)
 
 
 Measurement = tuple[str, tuple[float, float] | None, Callable[[], None]]
@@ -141,10 +148,10 @@ def measurements(mib: int) -> list[Measurement]:
         ("decode 5 bits", None, lambda: single.decode(5)),
         ("encode 16 bits", (0.95, 1.0), lambda: single.encode(16)),
         ("decode 16 bits", None, lambda: single.decode(16)),
-        ("maxima in pieces", None, lambda: single.in_pieces(8, encode=False)),
         ("maxima + encode 8 bits in pieces", None, lambda: single.in_pieces(8)),
         ("to bfloat16", (0.55, 0.9), lambda: single.float_encode("bfloat16")),
         ("from bfloat16", (0.6, 0.9), lambda: single.float_decode("bfloat16")),
+        ("to and from bfloat16 in pieces", None, lambda: single.float_in_pieces("bfloat16")),
         ("to float16", None, lambda: single.float_encode("float16")),
         ("from float16", None, lambda: single.float_decode("float16")),
         ("bfloat16: maxima", None, brain.maxima),

@@ -25,6 +25,7 @@ __all__ = ["Communicator", "check_options"]
 
 REDUCTIONS = 64  # option sets whose plans are kept
 _DEFAULT = "uniform"
+INT32_MAX = (1 << 31) - 1  # colors and keys are C ints in MPI
 
 
 class Communicator:
@@ -142,8 +143,8 @@ class Communicator:
         """
         call = Call("split", step=self._step)
         try:
-            color = None if color is None else integer("color", color, "None or an integer", 0)
-            key = integer("key", key, "an integer")
+            color = None if color is None else integer("color", color, "None or an integer", 0, INT32_MAX)
+            key = integer("key", key, "an integer", -INT32_MAX, INT32_MAX)
         except (TypeError, ValueError) as error:
             call.error = error
         with self.lock:

@@ -116,8 +116,12 @@ class MpiBackend:
         self._channel.release()
 
     def abort(self, reason: str, /) -> None:
-        """Print `reason` and end all processes of the job with exit status 1; not collective."""
-        abort_job(reason)
+        """Print `reason` and end all processes of the job with exit status 1; not collective.
+
+        Does nothing once MPI is finalised: there is no job left to end.
+        """
+        if not MPI.Is_finalized():
+            abort_job(reason)
 
     def set_activity(self, activity: Activity, /) -> None:
         """Say what a stall report calls the present work: a text, or a function that makes one."""

@@ -71,6 +71,13 @@ class Cursor {
         return true;
     }
 
+    // Joins the blocks that follow in the segment, which follow in memory too, to the current one.
+    void extend(int most) {
+        Block joined = block;
+        while (left_ > 0 && joined.length + kBlock <= most && next()) joined.length += block.length;
+        block = joined;
+    }
+
     Block block{};
     i64 index = 0;  // of the block in the batch
     i64 word = 0;   // offset of its first word in the batch

@@ -19,21 +19,29 @@ struct MeanSource {
     }
 };
 
+constexpr int kRun = 64 * kBlock;  // most coordinates that are converted in one go
+
 class FloatCodec {
  public:
     explicit FloatCodec(const FloatArgs& args) : args_(args), wide_wire_(is_wide(args.wire)) {}
 
+    // Whether blocks of a segment need no buffer, so that they may be joined.
+    bool is_plain(const Segment& s) const { return !wide_wire_ && !is_wide(s.dtype); }
+    bool is_plain_input(const Segment& s) const {
+        return is_plain(s) && s.src != 0 && s.res_in == 0 && s.res_out == 0;
+    }
+
     void encode(const Block& b, void* wire) {
         const Segment& s = *b.segment;
+        if (is_plain_input(s))
+            return convert(s.dtype, block_address(s.src, b), b.length, args_.wire, wire, args_.stream);
         if (is_wide(s.dtype)) return encode_wide(b, wire);
-        const bool plain = s.src != 0 && s.res_in == 0 && s.res_out == 0 && !wide_wire_;
-        if (plain) return convert(s.dtype, block_address(s.src, b), b.length, args_.wire, wire, args_.stream);
         encode_staged(b, wire);
     }
 
     void decode(const Block& b, const void* wire) {
         if (b.segment->dst == 0) return;
-        if (wide_wire_ || is_wide(b.segment->dtype)) return decode_wide(b, wire);
+        if (!is_plain(*b.segment)) return decode_wide(b, wire);
         void* dst = block_address(b.segment->dst, b);
         if (!args_.mean) return convert(args_.wire, wire, b.length, b.segment->dtype, dst, args_.stream);
         const float ranks = static_cast<float>(args_.n);
@@ -126,6 +134,7 @@ inline void float_encode(const Batch& batch, const FloatArgs& args) {
     FloatCodec codec(args);
     u8* wire = static_cast<u8*>(args.buffer);
     for (Cursor<NoWords> c(batch, {}); c.next();) {
+        if (codec.is_plain_input(*c.block.segment)) c.extend(kRun);
         codec.encode(c.block, wire);
         wire += c.block.length * size_of(args.wire);
     }
@@ -137,6 +146,7 @@ inline void float_decode(const Batch& batch, const FloatArgs& args) {
     FloatCodec codec(args);
     const u8* wire = static_cast<const u8*>(args.buffer);
     for (Cursor<NoWords> c(batch, {}); c.next();) {
+        if (codec.is_plain(*c.block.segment)) c.extend(kRun);
         codec.decode(c.block, wire);
         wire += c.block.length * size_of(args.wire);
     }

@@ -139,11 +139,12 @@ inline i64 read_lanes(const Integers& q, int n, T* out) {
     return lost;
 }
 
-template <class T>
+// `Wide` must hold the sum of the digits.
+template <class Wide, class T>
 inline i64 read_digits(const u32* words, int n, int digits, T* out) {
     int lost = 0;
     for (int i = 0; i < n; i++) {
-        i128 sum = static_cast<i32>(words[(digits - 1) * n + i]);
+        Wide sum = static_cast<i32>(words[(digits - 1) * n + i]);
         for (int d = digits - 2; d >= 0; d--) sum = sum * 65536 + words[d * n + i];
         if constexpr (is_boolean<T>) {
             if (out != nullptr) out[i] = sum != 0;
@@ -172,7 +173,9 @@ inline i64 int_decode(const Batch& batch, const Words& words) {
         with_integer(s.dtype, [&]<class T>(T*) {
             T* out = element<T>(s.dst, b.offset);
             if (s.digits != 0) {
-                lost += read_digits(in, b.length, s.digits, out);
+                const bool small = s.digits <= 2 && (is_signed<T> || sizeof(T) < 8);
+                lost += small ? read_digits<i64>(in, b.length, s.digits, out)
+                              : read_digits<i128>(in, b.length, s.digits, out);
             } else if (s.width != 0) {
                 unpack(s.width, in, words_of(b.length, s.width), q);
                 lost += read_lanes(q, b.length, out);

@@ -6,7 +6,8 @@
 
 #include "../core.h"
 
-// Width in bits of the vectors that instructions are named for; 0: only what the compiler makes of plain vectors.
+// Width in bits of the vectors that instructions are named for; 0: only what the compiler makes of plain
+// vectors.
 #if defined(GCCOMM_PORTABLE)
 #define GCCOMM_SIMD 0
 #elif defined(__AVX512BW__) && defined(__AVX512DQ__)
