@@ -21,7 +21,7 @@ __all__ = ["BLOCK", "PIECE_COORDINATES", "Geometry", "LeafSpec", "Range", "cut"]
 
 BLOCK = 1024  # coordinates that share a scale
 MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
-PIECE_COORDINATES = 512 * 1024
+PIECE_COORDINATES = 1 << 20
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4}
 _ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1}

@@ -11,6 +11,7 @@ import numpy as np
 from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome
 from gccomm.errors import BackendError
+from gccomm.layout import PIECE_COORDINATES
 from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.stats import Stats
 from gccomm.steps import Words
@@ -31,7 +32,7 @@ def simulate(
     exact_below: int = 1024,
     error_feedback: bool | None = None,
     bucket_bytes: int = 25 << 20,
-    piece_coordinates: int = 512 * 1024,
+    piece_coordinates: int = PIECE_COORDINATES,
     nonfinite: str = "propagate",
     one_host: bool = True,
 ) -> tuple[list[Any], list[Stats]]:

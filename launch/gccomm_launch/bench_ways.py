@@ -12,11 +12,12 @@ from mpi4py import MPI
 
 import gccomm
 
-__all__ = ["PIECES", "Array", "Way", "all_ways", "codec_way", "mpi_ways"]
+__all__ = ["KEPT", "PIECES", "Array", "Way", "all_ways", "codec_way", "mpi_ways"]
 
 Array = npt.NDArray[np.floating[Any]]
 
 # Bytes of a piece; one of these is the best on most machines.
+KEPT = " (kept out)"  # suffix of the ways that write into an array of earlier calls
 PIECES = (256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 
 
@@ -85,7 +86,7 @@ def mpi_ways(x: Array, mpi: MPI.Intracomm, op: str = "sum") -> list[Way]:
     ways = []
     for piece in [0, *(size for size in PIECES if size < source.nbytes)]:
         name = f"MPI_Allreduce in {_label(piece)}" if piece else "MPI_Allreduce"
-        for out, suffix in ((None, ""), (kept, " (kept out)")):
+        for out, suffix in ((None, ""), (kept, KEPT)):
             call = _allreduce(source, out, mpi, piece, op)
             ways.append(Way(name + suffix, "mpi", call, lambda: source.nbytes))
     return ways

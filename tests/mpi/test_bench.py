@@ -16,7 +16,7 @@ import pytest
 from gccomm_launch.bench import bench, measure_size, parse
 from gccomm_launch.bench_report import Row, compare
 from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
-from gccomm_launch.bench_ways import all_ways, mpi_ways
+from gccomm_launch.bench_ways import KEPT, all_ways, mpi_ways
 
 END_TO_END = Path(__file__).parents[2] / "benchmarks" / "end_to_end.py"
 SIZE = 1 << 20  # more than two of the pieces
@@ -148,7 +148,8 @@ def test_report(comm: Any, request: pytest.FixtureRequest, capfd: pytest.Capture
     assert report["options"]["codecs"] == ["fp16", "uniform:wire_bits=5"]
     assert report["machine"]["versions"].keys() == {"gccomm", "numpy", "mpi4py"}
     assert [c["size"] for c in report["comparisons"]] == [8192, 65536]
-    assert all(list(c["speedup"]) == ["uniform:wire_bits=5"] for c in report["comparisons"])
+    compared = ["raw", "bf16", "fp16", "uniform:wire_bits=5"]
+    assert all(list(c["speedup"]) == compared for c in report["comparisons"])
     assert all(Row(**row).line() in out for row in report["rows"])
 
 
@@ -164,11 +165,15 @@ def _row(codec: str, kind: str, time_us: float, wire_bytes: int) -> Row:
 
 def test_ratios() -> None:
     one = _row("MPI_Allreduce", "mpi", 80, 1000)
-    rows = [one, _row("pieces", "mpi", 40, 1000), _row("bf16", "float", 30, 520), _row("q", "codec", 20, 260)]
+    kept = _row("pieces" + KEPT, "mpi", 25, 1000)
+    pieces, half = _row("pieces", "mpi", 40, 1000), _row("bf16", "float", 30, 520)
+    rows = [one, kept, pieces, half, _row("q", "codec", 20, 260)]
     comparison = compare(rows)
-    assert (comparison.best_uncompressed, comparison.best_full_precision) == ("bf16", "pieces")
-    ratios = {"best_uncompressed": 1.5, "best_full_precision": 2.0, "one_call": 4.0}
-    assert comparison.speedup == {"q": ratios}
+    assert comparison.best_uncompressed == "bf16"
+    assert comparison.best_kept_out == comparison.best_full_precision == kept.codec
+    ratios = {"best_uncompressed": 1.5, "best_kept_out": 1.25, "best_full_precision": 1.25, "one_call": 4.0}
+    assert comparison.speedup["q"] == ratios
+    assert comparison.speedup["bf16"]["best_uncompressed"] == 1.0
     with pytest.raises(ValueError, match="first row"):
         compare(rows[1:][::-1])
 
