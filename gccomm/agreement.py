@@ -31,7 +31,19 @@ SCALE_WORDS = 192
 MESSAGE_WORDS = HEADER_WORDS + SCALE_WORDS
 WIRE_VERSION = 0x67630001
 OPCODES = {"compressed_allreduce": 1, "broadcast": 2, "barrier": 3, "split": 4, "close": 5}
-FIELDS = ("version", "opcode", "reducer", "step", "layout", "layout", "policy", "policy", "state", "state")
+FIELDS = (
+    "version",
+    "opcode",
+    "communicator",
+    "reducer",
+    "step",
+    "layout",
+    "layout",
+    "policy",
+    "policy",
+    "state",
+    "state",
+)
 ERROR_WORD = 2 * len(FIELDS)  # rank + 1 of a rank that failed its own checks
 MISSING_WORD = ERROR_WORD + 1  # some rank passed None for a key that is known
 SLOT_BYTES = 3 * 1024  # text of one rank in the second exchange; three bytes a word keep words below 2^31
@@ -53,8 +65,9 @@ class Call:
     ----------
     opcode : str
         A key of ``OPCODES``.
-    reducer, step : int
-        Number of the reducer on its communicator (0: the functions) and of the call.
+    communicator, reducer, step : int
+        Number of the communicator on its group of ranks (``init`` makes one), of the reducer on it (0: the
+        functions), and of the call.
     layout : tuple of int
         Digest of keys, shapes, dtypes, codecs and ops; ``leaves()`` gives the same as one line a leaf.
     policy, state : str
@@ -66,6 +79,7 @@ class Call:
     """
 
     opcode: str
+    communicator: int = 0
     reducer: int = 0
     step: int = 0
     layout: tuple[int, int] = (0, 0)
@@ -77,7 +91,7 @@ class Call:
 
     def values(self) -> list[int]:
         """Return the header's values in the order of ``FIELDS``."""
-        head = [WIRE_VERSION, OPCODES[self.opcode], self.reducer, self.step & 0xFFFFFFFF]
+        head = [WIRE_VERSION, OPCODES[self.opcode], self.communicator, self.reducer, self.step & 0xFFFFFFFF]
         return [*head, *self.layout, *digest(self.policy), *digest(self.state)]
 
     def describe(self) -> str:
@@ -117,7 +131,7 @@ def _explain(call: Call, rank: int, size: int) -> Generator[Transfer, None, Base
         first = failed[0]
         own = call.error if first == rank else None
         return _rebuild(reports[first]["error"], first, own)
-    for name in ("version", "call", "reducer", "step", "policy", "state"):
+    for name in ("version", "call", "communicator", "reducer", "step", "options", "state"):
         values = [r[name] for r in reports]
         if len(set(map(str, values))) > 1:
             return errors.MismatchError(_disagreement(name, values, [r["doing"] for r in reports]))
@@ -133,18 +147,26 @@ def _explain(call: Call, rank: int, size: int) -> Generator[Transfer, None, Base
 def _report(call: Call, leaves: Sequence[str]) -> dict[str, Any]:
     error = None
     if call.error is not None:
-        error = [type(call.error).__name__, _shorten(str(call.error), 2 * TEXT_LIMIT)]
+        error = [type(call.error).__name__[:100], _shorten(_text_of(call.error), 2 * TEXT_LIMIT)]
     return {
         "version": WIRE_VERSION,
         "call": call.opcode,
+        "communicator": call.communicator,
         "reducer": call.reducer,
         "step": call.step,
-        "policy": _shorten(call.policy),
+        "options": _shorten(call.policy),
         "state": _shorten(call.state),
         "leaves": len(leaves),
         "error": error,
         "doing": call.describe(),
     }
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a user's exception class may fail here, and must not fail the exchange
+        return "(its text cannot be had)"
 
 
 def _shorten(text: str, limit: int = TEXT_LIMIT) -> str:

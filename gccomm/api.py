@@ -35,8 +35,9 @@ def init(backend: str = "auto", *, comm: Any = None) -> Communicator:
     Returns
     -------
     Communicator
-        The first one made without ``comm`` is also the default of all functions; a second call returns the
-        same one while it is open.
+        The one made without ``comm`` is also the default of all functions. A second call returns the same one
+        while it is open, unless it names another back end. Functions call ``init()`` themselves where there
+        is no default.
 
     Raises
     ------

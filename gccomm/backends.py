@@ -11,8 +11,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,11 @@ class Backend(Protocol):
     """
 
     interrupt_deadline: float | None
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What all handles on this group share in this process: the lock and counters of communicators."""
+        ...
 
     @property
     def name(self) -> str:
@@ -292,5 +298,6 @@ class Wait:
         self._stall = float("inf")
         self._next = self._end
         hint = "; another rank is late, has made fewer calls or is gone (GCCOMM_TIMEOUT_S sets a limit)"
-        print(f"gccomm: {where}{hint}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not break the call
+            print(f"gccomm: {where}{hint}", file=sys.stderr, flush=True)
         return waited

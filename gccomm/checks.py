@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
-__all__ = ["integer", "one_of"]
+__all__ = ["check_options", "integer", "one_of"]
 
 
 def integer(
@@ -46,3 +46,10 @@ def one_of(name: str, value: Any, choices: Collection[Any]) -> None:
     if not isinstance(value, str) or value not in choices:
         msg = f"`{name}` must be {' or '.join(map(repr, choices))}, got {value!r}"
         raise ValueError(msg)
+
+
+def check_options(op: object, exact_below: object, nonfinite: object) -> int:
+    """Raise for options that no call can have; return ``exact_below`` as an int."""
+    one_of("op", op, ("sum", "mean"))
+    one_of("nonfinite", nonfinite, ("propagate", "raise"))
+    return integer("exact_below", exact_below, "a number of coordinates", 0)

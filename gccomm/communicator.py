@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 from gccomm import arrays, kernels, trees
 from gccomm.agreement import Call, digest
 from gccomm.backends import Backend
-from gccomm.checks import integer, one_of
+from gccomm.checks import check_options, integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome, rendezvous
 from gccomm.errors import BackendError, CollectiveTimeout
@@ -21,7 +23,7 @@ from gccomm.reduction import Options, Place, Reduction
 from gccomm.stats import Stats
 from gccomm.transfers import Broadcast, Transfer, execute
 
-__all__ = ["Communicator", "check_options"]
+__all__ = ["Communicator"]
 
 REDUCTIONS = 64  # option sets whose plans are kept
 _DEFAULT = "uniform"
@@ -39,10 +41,15 @@ class Communicator:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.lock = threading.RLock()
+        self._pid = os.getpid()
+        self._shared = backend.shared
+        self.lock: threading.RLock = self._shared.setdefault("lock", threading.RLock())
+        self._number: int = self._shared.get("communicators", 0)
+        self._shared["communicators"] = self._number + 1
         self._broken: str | None = None
         self._place = Place(backend.rank, backend.size, backend.one_host)
-        self._step = 0
+        self._step = 0  # reductions by the functions: keys their noise
+        self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0
         self._reductions: dict[object, Reduction] = {}
         self._on_close: Callable[[], None] | None = None
@@ -103,7 +110,7 @@ class Communicator:
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Give every rank the arrays of rank ``root``; see :func:`gccomm.broadcast`."""
-        call = Call("broadcast", step=self._step)
+        call = Call("broadcast", step=self._calls)
         keys: list[str] = []
         views: list[arrays.View | None] = []
         buffers: list[Any] = []
@@ -124,7 +131,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self._plain(Call("barrier", step=self._step))
+        self._plain(Call("barrier", step=self._calls))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Make one communicator per color.
@@ -141,15 +148,14 @@ class Communicator:
         Communicator or None
             Close it when it is no longer needed: freeing is collective, so dropping it frees nothing.
         """
-        call = Call("split", step=self._step)
+        call = Call("split", step=self._calls)
         try:
             color = None if color is None else integer("color", color, "None or an integer", 0, INT32_MAX)
             key = integer("key", key, "an integer", -INT32_MAX, INT32_MAX)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # shared with the other ranks, which raise it too
             call.error = error
         with self.lock:
-            self._plain(call)
-            backend = self._backend.split(color, key)
+            backend = self._plain(call, then=lambda: self._backend.split(color, key))
         return None if backend is None else Communicator(backend)
 
     def close(self) -> None:
@@ -158,9 +164,10 @@ class Communicator:
             if self._broken == "closed":
                 return
             if self._broken is None:
-                self._plain(Call("close", step=self._step))
+                self._plain(Call("close", step=self._calls), then=self._backend.close)
+            else:
+                self._backend.close()
             self._broken = "closed"
-            self._backend.close()
             self._reductions.clear()
             if self._on_close is not None:
                 self._on_close()
@@ -175,8 +182,9 @@ class Communicator:
         self, reduction: Reduction, tree: Any, *, out: Any = None, error: BaseException | None = None
     ) -> Any:
         """Run one call of a reduction and return its result; with ``error``, let every rank raise it."""
-        with self.lock:
+        with self._exclusive():
             attempt = reduction.start(None if error else tree, self._place, out=out)
+            attempt.call.communicator = self._number
             attempt.call.error = error or attempt.call.error
 
             def finish(outcome: Outcome) -> Any:
@@ -186,18 +194,50 @@ class Communicator:
                     self._step += 1
                 return attempt.deliver()
 
-            return self._drive(attempt.call, attempt.transfers(), finish)
+            try:
+                return self._drive(attempt.call, attempt.transfers(), finish)
+            finally:
+                attempt.release()
 
-    def _plain(self, call: Call, transfers: Generator[Transfer, None, Outcome] | None = None) -> None:
-        """Run a call that is not a reduction."""
+    def _plain(
+        self,
+        call: Call,
+        transfers: Generator[Transfer, None, Outcome] | None = None,
+        then: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Run a call that is not a reduction; ``then`` is its back end's part, after the agreement."""
+        call.communicator = self._number
 
-        def finish(outcome: Outcome) -> None:
+        def finish(outcome: Outcome) -> Any:
             if outcome.error is not None:
                 raise outcome.error
-            self._step += 1
+            self._calls += 1
+            return then() if then is not None else None
 
+        with self._exclusive():
+            return self._drive(call, transfers or rendezvous(call, self.rank, self.size), finish)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One call at a time on this group: other threads wait, a call from within a call is refused."""
+        if os.getpid() != self._pid:
+            msg = (
+                f"process {os.getpid()} was forked from {self._pid} after gccomm.init(): it is no rank; "
+                "start workers before gccomm.init(), or with the spawn method"
+            )
+            raise BackendError(msg)
         with self.lock:
-            self._drive(call, transfers or rendezvous(call, self.rank, self.size), finish)
+            if self._shared.get("busy"):
+                msg = (
+                    f"rank {self.rank}: a collective was called from within another one, by a signal handler "
+                    "or a finalizer; note the event there, and make the call in the program's own course"
+                )
+                raise BackendError(msg)
+            self._shared["busy"] = True
+            try:
+                yield
+            finally:
+                self._shared["busy"] = False
 
     def _reduction(
         self, op: str, codec: str | Codec, exact_below: int, nonfinite: str
@@ -205,9 +245,9 @@ class Communicator:
         """Return the reduction that keeps the plans of these options, and what is wrong with them."""
         error: BaseException | None = None
         try:
-            check_options(op, exact_below, nonfinite)
+            exact_below = check_options(op, exact_below, nonfinite)
             chosen = get_codec(codec)
-        except (TypeError, ValueError) as bad:  # UnknownCodecError is a ValueError
+        except Exception as bad:  # whatever the caller's objects raise is shared with the other ranks
             error, op, chosen, exact_below, nonfinite = bad, "sum", get_codec("raw"), 1024, "propagate"
         signature = (op, chosen, exact_below, nonfinite)
         reduction = self._reductions.pop(signature, None)
@@ -239,7 +279,10 @@ class Communicator:
         not.
         """
         if self._broken is not None:
-            msg = f"rank {self.rank}: this communicator is {self._broken}; make a new one with gccomm.init()"
+            remedy = "make a new one by gccomm.init() or split()"
+            if self._broken != "closed":
+                remedy = "end the job and start it again, from a checkpoint"
+            msg = f"rank {self.rank}: this communicator is {self._broken}; {remedy}"
             raise BackendError(msg)
         self._backend.set_activity(call.describe)
         with HoldInterrupts(self._backend):
@@ -262,13 +305,6 @@ class Communicator:
                 outcome: Outcome = stop.value
                 return outcome
             execute(transfer, self._backend)
-
-
-def check_options(op: object, exact_below: object, nonfinite: object) -> None:
-    """Raise for options that no call can have."""
-    one_of("op", op, ("sum", "mean"))
-    integer("exact_below", exact_below, "a number of coordinates", 0)
-    one_of("nonfinite", nonfinite, ("propagate", "raise"))
 
 
 def _line(key: str, view: arrays.View | None) -> str:

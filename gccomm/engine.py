@@ -125,6 +125,11 @@ def reduce(call: Call, job: Job | None, rank: int, size: int) -> Generator[Trans
     if job is None or call.error is not None:
         return (yield from rendezvous(call, rank, size))
     engine = _Engine(job, rank, size)
+    try:
+        engine.begin()
+    except Exception as error:  # a codec's own: nothing is sent yet, so every rank can raise it
+        call.error = error
+        return (yield from rendezvous(call, rank, size))
     return (yield from engine.run(call))
 
 
@@ -134,26 +139,39 @@ class _Engine:
         self.context = job.context
         self.stats = Stats()
         self.tag = 0
+        self.first: list[list[_Running]] = []
+        self.running: list[_Running] = []
+        self.end = HEADER_WORDS
         self.clock = time.perf_counter()
+
+    def begin(self) -> None:
+        """Start the first codecs and write what they want agreed behind the header."""
+        job = self.job
+        pieces = job.plan.pieces if job.whole else job.plan.pieces[:1]
+        self.first = [self._start(piece) for piece in pieces]
+        self.running = [r for piece in self.first for r in piece]
+        self.end = HEADER_WORDS + _wanted(self.running)
+        if self.end > len(job.agree):  # a codec that agrees on more than a word a block
+            job.agree = _scratch(self.end, np.uint32)
+        _fill(self.running, job.agree[HEADER_WORDS : self.end])
+        job.agree[self.end : MESSAGE_WORDS] = 0
 
     def run(self, call: Call) -> Generator[Transfer, None, Outcome]:
         outcome = Outcome(stats=self.stats)
         plan = self.job.plan
         self.tag = _tag(call)
-        first = [self._start(piece) for piece in (plan.pieces if self.job.whole else plan.pieces[:1])]
-        running = [r for piece in first for r in piece]
-        outcome.error = yield from self._first_round(call, running)
+        outcome.error = yield from self._first_round(call)
         if outcome.error is not None:
             return outcome
         if self.job.agree[MISSING_WORD]:
             outcome.present = yield from self._presence()
-        yield from self._agree(running)
+        yield from self._agree(self.running)
         for number, piece in enumerate(plan.pieces):
-            if number < len(first):
-                mine = first[number]
+            if number < len(self.first):
+                mine = self.first[number]
             else:
                 mine = self._start(piece)
-                yield from self._agree(mine)
+                yield from self._agree(mine, self.job.agree[HEADER_WORDS:])
             yield from self._sum([r for r in mine if isinstance(r.step, Sum)])
             for r in mine:
                 if isinstance(r.step, FloatSum):
@@ -177,45 +195,33 @@ class _Engine:
         self.stats.wire_bytes += nbytes
         self.stats.messages += 1
 
-    def _first_round(
-        self, call: Call, running: Sequence[_Running]
-    ) -> Generator[Transfer, None, BaseException | None]:
+    def _first_round(self, call: Call) -> Generator[Transfer, None, BaseException | None]:
         """Send the header with the first scales, then the other scales."""
-        agree = self.job.agree
-        end = HEADER_WORDS + self._fill(running)
-        agree[end:MESSAGE_WORDS] = 0
+        agree, end = self.job.agree, self.end
         write_header(call, self.rank, agree)
         yield from self._move(Maximum(agree[:MESSAGE_WORDS]), 4 * MESSAGE_WORDS)
         error = yield from verify(call, self.rank, self.size, agree)
         if error is None and end > MESSAGE_WORDS:
             yield from self._move(Maximum(agree[MESSAGE_WORDS:end]), 4 * (end - MESSAGE_WORDS))
         if error is None:
-            self._answer(running)
+            _answer(self.running, agree[HEADER_WORDS:end])
         return error
 
-    def _agree(self, running: Sequence[_Running]) -> Generator[Transfer, None, None]:
-        """Run further agreement rounds until every codec is ready to sum."""
+    def _agree(
+        self, running: Sequence[_Running], room: Words | None = None
+    ) -> Generator[Transfer, None, None]:
+        """Run further agreement rounds until every codec is ready to sum.
+
+        The first may use ``room``; the others get memory of their own, since codecs keep their answers.
+        """
         while any(isinstance(r.step, Agree) for r in running):
-            end = HEADER_WORDS + self._fill(running)
-            yield from self._move(Maximum(self.job.agree[HEADER_WORDS:end]), 4 * (end - HEADER_WORDS))
-            self._answer(running)
-
-    def _fill(self, running: Sequence[_Running]) -> int:
-        """Write the words of all pending agreements; return how many."""
-        position = HEADER_WORDS
-        for r in running:
-            if isinstance(r.step, Agree):
-                r.step.fill(self.job.agree[position : position + r.step.count])
-                position += r.step.count
-        return position - HEADER_WORDS
-
-    def _answer(self, running: Sequence[_Running]) -> None:
-        position = HEADER_WORDS
-        for r in running:
-            if isinstance(r.step, Agree):
-                count = r.step.count
-                r.answer(self.job.agree[position : position + count])
-                position += count
+            count = _wanted(running)
+            fits = room is not None and count <= len(room)
+            words = room[:count] if room is not None and fits else np.empty(count, dtype=np.uint32)
+            room = None
+            _fill(running, words)
+            yield from self._move(Maximum(words), words.nbytes)
+            _answer(running, words)
 
     def _presence(self) -> Generator[Transfer, None, Any]:
         """Find the leaves that at least one rank has."""
@@ -277,6 +283,30 @@ class _Engine:
             stats.codecs[x.codec.id] = stats.codecs.get(x.codec.id, 0) + x.coordinates
         if self.context.measure:
             stats.measure([r.operand for r in running], self.size)
+
+
+def _wanted(running: Sequence[_Running]) -> int:
+    """Return how many words the pending agreements take."""
+    return sum(r.step.count for r in running if isinstance(r.step, Agree))
+
+
+def _fill(running: Sequence[_Running], words: Words) -> None:
+    """Write the words of all pending agreements."""
+    position = 0
+    for r in running:
+        if isinstance(r.step, Agree):
+            r.step.fill(words[position : position + r.step.count])
+            position += r.step.count
+
+
+def _answer(running: Sequence[_Running], words: Words) -> None:
+    """Hand the agreed words to the codecs that asked for them."""
+    position = 0
+    for r in running:
+        if isinstance(r.step, Agree):
+            count = r.step.count
+            r.answer(words[position : position + count])
+            position += count
 
 
 def _expect(step: Step | None, kind: type[Sum]) -> Sum:

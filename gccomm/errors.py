@@ -56,3 +56,6 @@ class UnknownCodecError(GccommError, ValueError):
     def __init__(self, codec_id: str, message: str) -> None:
         super().__init__(message)
         self.codec_id = codec_id
+
+    def __reduce__(self) -> tuple[type[UnknownCodecError], tuple[str, str]]:
+        return type(self), (self.codec_id, str(self))

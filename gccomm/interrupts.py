@@ -41,7 +41,7 @@ class HoldInterrupts:
     def _note(self, signum: int, frame: FrameType | None) -> None:
         del signum, frame
         self._caught = True
-        if self._backend.interrupt_deadline is None:
+        if self._active and self._backend.interrupt_deadline is None:
             self._backend.interrupt_deadline = time.monotonic() + HOLD_S
 
     def __exit__(
@@ -49,7 +49,8 @@ class HoldInterrupts:
     ) -> None:
         if not self._active:
             return
-        signal.signal(signal.SIGINT, self._previous)
+        self._active = False  # from here on a signal sets no deadline
         self._backend.interrupt_deadline = None
+        signal.signal(signal.SIGINT, self._previous)
         if self._caught:
             signal.raise_signal(signal.SIGINT)

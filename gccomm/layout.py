@@ -17,14 +17,14 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from gccomm.codecs.base import Codec
 
-__all__ = ["BLOCK", "PIECE_COORDINATES", "Geometry", "LeafSpec", "Range", "cut"]
+__all__ = ["BLOCK", "ITEM_BYTES", "PIECE_COORDINATES", "Geometry", "LeafSpec", "Range", "cut"]
 
 BLOCK = 1024  # coordinates that share a scale
 MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
 PIECE_COORDINATES = 1 << 20
 
-_ITEM_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4}
-_ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1}
+ITEM_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4}
+ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class LeafSpec:
     @property
     def item_bytes(self) -> int:
         """Bytes of one coordinate."""
-        return _ITEM_BYTES[self.dtype]
+        return ITEM_BYTES[self.dtype]
 
 
 class Range(NamedTuple):

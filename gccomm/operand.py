@@ -112,7 +112,7 @@ class Operand:
         limit: int,
         ctx: Context,
         *,
-        subtract: bool,
+        subtract: bool = False,
     ) -> None:
         """Write the results of blocks ``lo`` to ``hi`` from the summed lanes."""
         energy = 0
@@ -234,6 +234,10 @@ class Operand:
             self.address, self.count, lo, hi, kernels.address(buffer), code, ctx.size, self.mean, ctx.stream
         )
 
-    def nonfinite(self) -> bool:
-        """Whether any coordinate of this rank is inf or NaN."""
-        return bool(kernels.nonfinite(self.address, self.count, 0, self.blocks))
+    def nonfinite(self) -> set[int]:
+        """Return the leaves of which this rank holds inf or NaN."""
+        if not kernels.nonfinite(self.address, self.count, 0, self.blocks):
+            return set()
+        starts = [*self.table["base"].tolist(), self.blocks]
+        spans = zip(self.segments, starts, starts[1:], strict=False)
+        return {s.leaf for s, lo, hi in spans if kernels.nonfinite(self.address, self.count, lo, hi)}

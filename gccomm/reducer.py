@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from gccomm.checks import integer
+from gccomm.checks import check_options, integer
 from gccomm.codecs import Codec, get_codec
-from gccomm.communicator import Communicator, check_options
+from gccomm.communicator import Communicator
 from gccomm.reduction import Options, Reduction, known_from, pattern_choice
 from gccomm.stats import Stats
 
@@ -88,7 +88,7 @@ class Reducer:
             pattern_choice(codecs, "codec", get_codec("uniform")),
             pattern_choice(ops, "op", "mean"),
             lambda key, chosen: _feedback(key, chosen.biased if error_feedback is None else error_feedback),
-            exact_below,
+            integer("exact_below", exact_below, "a number of coordinates", 0),
             nonfinite,
             integer("seed", seed, "an integer"),
             integer("bucket_bytes", bucket_bytes, "a number of bytes", 1),
@@ -142,13 +142,14 @@ class Reducer:
         Residuals are flat NumPy arrays and differ between ranks; everything else is plain Python.
         """
         r = self._reduction
-        return {
-            "version": STATE_VERSION,
-            "step": r.step,
-            "seed": r.options.seed,
-            "layouts": {key: list(known.leaf[1:]) for key, known in r.known.items()},
-            "residuals": {key: value.copy() for key, value in r.residuals.items()},
-        }
+        with self.comm.lock:  # a checkpoint thread sees the state between two steps
+            return {
+                "version": STATE_VERSION,
+                "step": r.step,
+                "seed": r.options.seed,
+                "layouts": {key: list(known.leaf[1:]) for key, known in r.known.items()},
+                "residuals": {key: value.copy() for key, value in r.residuals.items()},
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` of the same rank returned. Not collective.
@@ -178,7 +179,10 @@ def _feedback(key: str, wanted: bool) -> bool:
     return wanted
 
 
-def _check_state(state: Mapping[str, Any], seed: int) -> None:
+def _check_state(state: Any, seed: int) -> None:
+    if not isinstance(state, Mapping):
+        msg = f"the state must be a mapping as state_dict() returns, got {state!r}"
+        raise ValueError(msg)
     missing = sorted({"version", "step", "seed", "layouts", "residuals"} - set(state))
     if missing:
         msg = f"not the state of a reducer: it lacks {', '.join(missing)}"
@@ -196,4 +200,7 @@ def _check_state(state: Mapping[str, Any], seed: int) -> None:
         if array.dtype not in (np.float32, np.float64) or array.ndim != 1:
             found = f"{array.dtype}{list(array.shape)}"
             msg = f"the residual of {key!r} must be flat float32 or float64, got {found}"
+            raise ValueError(msg)
+        if not np.isfinite(array).all():
+            msg = f"the residual of {key!r} holds inf or NaN"
             raise ValueError(msg)

@@ -25,7 +25,7 @@ from gccomm.codecs.exact import Integers, TwoWords
 from gccomm.engine import Job, Outcome, reduce
 from gccomm.errors import NonFiniteError
 from gccomm.lanes import rank_shift
-from gccomm.layout import PIECE_COORDINATES, LeafSpec
+from gccomm.layout import ITEM_BYTES, PIECE_COORDINATES, LeafSpec
 from gccomm.plan import Plan
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
@@ -160,9 +160,13 @@ class Attempt:
     def __init__(self, reduction: Reduction, place: Place) -> None:
         self.reduction, self.place = reduction, place
         self.call = Call(
-            "compressed_allreduce", reduction.reducer, reduction.step, policy=reduction.options.text()
+            "compressed_allreduce",
+            reducer=reduction.reducer,
+            step=reduction.step,
+            policy=reduction.options.text(),
         )
         self.job: Job | None = None
+        self._plan: Plan | None = None
         self._leaves: list[_Leaf] = []
         self._views: list[arrays.View | None] = []  # None where this rank has no value for a known key
         self._slots: list[int] = []  # position of each leaf among the tree's leaves
@@ -178,7 +182,7 @@ class Attempt:
         keys, values, self._treedef = trees.flatten(tree)
         self._values = list(values)
         nones = self._look(keys, values)
-        plan = self.reduction.plan(self._leaves, nones, self.place.size)
+        plan = self._plan = self.reduction.plan(self._leaves, nones, self.place.size)
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
         self._outs = self._look_at_out(out, keys)
@@ -197,8 +201,9 @@ class Attempt:
                 try:
                     view = arrays.view(value)
                 except (TypeError, ValueError, BufferError, OverflowError) as error:
-                    where = f"array {key!r}: " if key else ""
-                    raise type(error)(f"{where}{error}") from error
+                    if not key or type(error) not in (TypeError, ValueError, BufferError, OverflowError):
+                        raise
+                    raise type(error)(f"array {key!r}: {error}") from error
                 self._leaves.append(_Leaf(key, view.dtype, view.shape, view.row_shape, view.device))
                 self._views.append(view)
             elif key in self.reduction.known:
@@ -299,19 +304,26 @@ class Attempt:
     def _check_finite(self, plan: Plan) -> None:
         if self.reduction.options.nonfinite != "raise":
             return
+        bad: set[str] = set()
         for x in plan.operands:
-            if plan.specs[x.segments[0].leaf].dtype in FLOATS and x.nonfinite():
-                names = _names(plan.specs[s.leaf].key for s in x.segments)
-                msg = f"input holds inf or NaN in {names}. Nothing was changed"
-                raise NonFiniteError(msg)
+            if plan.specs[x.segments[0].leaf].dtype in FLOATS:
+                bad.update(plan.specs[leaf].key for leaf in x.nonfinite())
+        if bad:
+            raise NonFiniteError(f"input holds inf or NaN in {_names(bad)}. Nothing was changed")
+
+    def release(self) -> None:
+        """Let go of the arrays that the cached plan refers to."""
+        self.job = None
+        if self._plan is not None:
+            for x in self._plan.operands:
+                x.direct = x.scales = x.energy = None
 
     def commit(self, outcome: Outcome) -> None:
         """Take over step and residuals, as every rank does now; raises the outcome's error instead."""
-        self.job = None
+        self.release()
         if outcome.error is not None:
             raise outcome.error
         self.reduction.step += 1
-        self._absent = set()
         if outcome.present is not None:  # None everywhere stays None, and keeps its residual
             self._absent = {
                 i for i, here in enumerate(outcome.present) if not here and self._views[i] is None
@@ -359,6 +371,8 @@ def known_from(key: str, layout: Sequence[Any]) -> Known:
     try:
         dtype, shape, row_shape, device = layout
         leaf = _Leaf(key, str(dtype), tuple(map(int, shape)), tuple(map(int, row_shape)), str(device))
+        if leaf.dtype not in ITEM_BYTES or min((*leaf.shape, *leaf.row_shape), default=0) < 0:
+            raise ValueError("unknown dtype or negative extent")
         template = np.zeros(1, _STORAGE.get(leaf.dtype) or leaf.dtype)
     except (TypeError, ValueError) as error:
         msg = f"the layout of {key!r} is malformed: {layout!r} ({error})"

@@ -82,7 +82,8 @@ MISMATCHES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "call": ({"opcode": "barrier"}, ["compressed_allreduce on ranks 0, 2", "barrier on rank 1"]),
     "reducer": ({"reducer": 4}, ["0 on ranks 0, 2", "4 on rank 1"]),
     "step": ({"step": 9}, ["0 on ranks 0, 2", "9 on rank 1"]),
-    "policy": ({"policy": "seed=1"}, ["seed=0 on ranks 0, 2", "seed=1 on rank 1"]),
+    "communicator": ({"communicator": 1}, ["0 on ranks 0, 2", "1 on rank 1"]),
+    "options": ({"policy": "seed=1"}, ["seed=0 on ranks 0, 2", "seed=1 on rank 1"]),
     "state": ({"state": "c=0.5"}, ["c=0.5 on rank 1"]),
 }
 
@@ -261,7 +262,7 @@ def test_slots_are_whole_json_and_hold_one_rank_each() -> None:
         assert [r for r in range(n) if slots[r].any()] == [rank]
         octets = np.stack([slots[rank] >> shift & 255 for shift in (0, 8, 16)], axis=-1).astype(np.uint8)
         report = json.loads(octets.tobytes())
-        assert report["policy"] == f"seed={rank}"
+        assert report["options"] == f"seed={rank}"
         assert report["error"] == (["ValueError", f"é{rank}"] if rank > 9 else None)
 
 

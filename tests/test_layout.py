@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gccomm.codecs import Codec, get_codec
 from gccomm.codecs.exact import Integers, TwoWords
-from gccomm.layout import BLOCK, Geometry, LeafSpec, Range, cut
+from gccomm.layout import BLOCK, PIECE_COORDINATES, Geometry, LeafSpec, Range, cut
 
 Shape = tuple[int, ...]
 EDGES = [1, 2, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049]
@@ -178,8 +178,10 @@ def test_many_small_leaves_share_a_piece() -> None:
 
 
 def test_a_large_leaf_is_cut_at_the_piece_size() -> None:
-    (first, second, third) = cut([spec(0, (2 * 512 * 1024 + 1,), ROUTES[0])])
-    assert (first, second, third) == ([Range(0, 0, 512)], [Range(0, 512, 512)], [Range(0, 1024, 1)])
+    (first, second, third) = cut([spec(0, (2 * PIECE_COORDINATES + 1,), ROUTES[0])])
+    blocks = PIECE_COORDINATES // BLOCK
+    assert (first, second) == ([Range(0, 0, blocks)], [Range(0, blocks, blocks)])
+    assert third == [Range(0, 2 * blocks, 1)]
 
 
 def test_the_bucket_limits_bytes_of_input() -> None:

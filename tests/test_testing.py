@@ -224,7 +224,7 @@ def test_a_failure_inside_a_call_breaks_the_communicator() -> None:
     for first, second in testing.run(body, 2):
         assert "ZeroDivisionError" in first
         assert second.startswith("BackendError: ")
-        assert "make a new one with gccomm.init()" in second
+        assert "start it again, from a checkpoint" in second
 
 
 def test_messages_paired_wrongly_are_seen() -> None:

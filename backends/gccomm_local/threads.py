@@ -30,6 +30,7 @@ class LocalBackend:
         self.local_rank = rank
         self.size = meeting.size
         self.interrupt_deadline: float | None = None
+        self.shared: dict[str, Any] = {}
         self._meeting = meeting
         self._patience = Patience(rank, meeting.size)
         self._closed = False

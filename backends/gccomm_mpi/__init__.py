@@ -57,6 +57,9 @@ def _require_mpi() -> None:
     except RuntimeError as error:  # what mpi4py raises when it finds no libmpi
         message = f"mpi4py finds no usable MPI library ({error}): {_REMEDY}"
         raise BackendError(message) from error
+    if MPI.Is_finalized():
+        message = "MPI is finalised: this process cannot join its ranks any more"
+        raise BackendError(message)
     found = launcher()
     if found is None or MPI.COMM_WORLD.size > 1:
         return

@@ -49,6 +49,11 @@ class MpiBackend:
         self.max_count = MAX_COUNT
 
     @property
+    def shared(self) -> dict[str, Any]:
+        """What all handles on this communicator share."""
+        return self._channel.shared
+
+    @property
     def interrupt_deadline(self) -> float | None:
         """A value of `time.monotonic`: a rank that still waits after it aborts the job."""
         return self._channel.interrupt_deadline

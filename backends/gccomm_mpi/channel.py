@@ -43,6 +43,7 @@ class Channel:
         self.parent = parent
         self.users = 0
         self.broken: str | None = None
+        self.shared: dict[str, Any] = {}
         self.patience = Patience(comm.rank, comm.size)
         self.interrupt_deadline: float | None = None
         self.thread = threading.get_ident()

@@ -88,6 +88,12 @@ class Codec(ABC):
         """The configuration as canonical JSON: what ranks compare. Options never change."""
         return json.dumps(self.config(), sort_keys=True)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "fingerprint" in self.__dict__:
+            msg = f"codecs are immutable once used: make another one instead of setting {name!r} of {self!r}"
+            raise AttributeError(msg)
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         options = ", ".join(f"{k}={v!r}" for k, v in self.config().items() if k != "id")
         return f"{type(self).__name__}({options})"

@@ -84,6 +84,7 @@ def get_codec(codec: str | dict[str, Any] | Codec, **options: Any) -> Codec:
         if options:
             msg = f"options {sorted(options)} cannot be given together with the codec object {codec!r}"
             raise TypeError(msg)
+        _ = codec.fingerprint  # from here on it cannot be changed
         return codec
     if isinstance(codec, str) and not options and codec in _made:
         return _made[codec]
@@ -96,6 +97,7 @@ def get_codec(codec: str | dict[str, Any] | Codec, **options: Any) -> Codec:
             msg = f"codec {name!r} has no option {option!r}; it has {', '.join(known) or 'none'}"
             raise TypeError(msg)
     made = kind(**merged)
+    _ = made.fingerprint  # from here on it cannot be changed
     if isinstance(codec, str) and not options and len(_made) < MADE_LIMIT:
         _made[codec] = made
     return made

@@ -8,27 +8,34 @@ specified by :mod:`gccomm.kernels.reference`.
 
 from __future__ import annotations
 
-from gccomm.kernels._native import (
-    address,
-    decode,
-    encode,
-    exact_decode,
-    exact_encode,
-    float_decode,
-    float_encode,
-    int_decode,
-    int_encode,
-    int_range,
-    isa,
-    isas,
-    maxima,
-    nonfinite,
-    pool_empty,
-    pool_stats,
-    pool_trim,
-    reduce_op,
-    set_isa,
-)
+try:
+    from gccomm.kernels._native import (
+        address,
+        decode,
+        encode,
+        exact_decode,
+        exact_encode,
+        float_decode,
+        float_encode,
+        int_decode,
+        int_encode,
+        int_range,
+        isa,
+        isas,
+        maxima,
+        nonfinite,
+        pool_empty,
+        pool_stats,
+        pool_trim,
+        reduce_op,
+        set_isa,
+    )
+except ImportError as error:
+    _message = (
+        f"the compiled kernels of gccomm cannot be imported ({error}). Where this is the source folder of "
+        "gccomm and not an installed package, run elsewhere, set PYTHONSAFEPATH=1, or `pip install -e .`"
+    )
+    raise ImportError(_message) from error
 from gccomm.kernels.table import DTYPE_CODES, DTYPES, SEGMENT
 
 __all__ = [

@@ -231,3 +231,17 @@ def test_worker_thread_beside_a_barrier_of_the_main_thread(comm: Any, world: Any
     assert len(results) == 20
     assert all(np.abs(y - comm.size).max() < 0.3 for y in results)
     assert comm.allreduce(1) == comm.size  # from the main thread again
+
+
+def test_two_communicators_on_the_same_ranks_are_told_apart(comm: Any, world: Any) -> None:
+    """Each may be used alone; swapped on one rank, the calls do not meet."""
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    a, b = (gccomm.init(comm=world) for _ in range(2))
+    for first, second in ((a, b), (b, a)):
+        assert (first.allreduce(1.0), second.allreduce(100.0)) == (comm.size, 100.0 * comm.size)
+    with pytest.raises(gccomm.MismatchError, match="communicator"):
+        (b if comm.rank == 1 else a).allreduce(1.0)
+    assert (a.allreduce(1.0), b.allreduce(2.0)) == (comm.size, 2.0 * comm.size)
+    b.close()
+    a.close()
