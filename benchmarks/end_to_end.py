@@ -76,7 +76,12 @@ def many_tensors(options: argparse.Namespace, comm: gccomm.Communicator, stopper
     total = sum(array.size for array in tree.values())
     one: Gradients = {"all": rng.standard_normal(total, np.float32)}
     reducers = [gccomm.Reducer(CODEC, comm=comm) for _ in range(2)]  # so that each keeps its plan
-    calls = [lambda: reducers[0](tree), lambda: reducers[1](one)]
+    last: dict[int, Gradients] = {}  # a training loop holds a step's gradients until it has the next ones
+
+    def step(which: int, gradients: Gradients) -> None:
+        last[which] = reducers[which](gradients)
+
+    calls = [lambda: step(0, tree), lambda: step(1, one)]
     seconds = interleaved(calls, options.warmup, options.iters, stopper, MPI.COMM_WORLD)
     many_s, one_s = (float(s) for s in np.median(seconds, axis=0))
     found = {

@@ -62,7 +62,7 @@ std::size_t Pool::size_class(std::size_t bytes) {
 }
 
 std::size_t Pool::bound() const {
-    const std::size_t kept = high_water_ + high_water_ / 4;
+    const std::size_t kept = high_water_ + high_water_ / 2;
     return kept > kAlwaysKept ? kept : kAlwaysKept;
 }
 
