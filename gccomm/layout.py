@@ -17,9 +17,10 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from gccomm.codecs.base import Codec
 
-__all__ = ["BLOCK", "ITEM_BYTES", "PIECE_COORDINATES", "Geometry", "LeafSpec", "Range", "cut"]
+__all__ = ["BLOCK", "ITEM_BYTES", "PIECE_COORDINATES", "SPAN", "Geometry", "LeafSpec", "Range", "cut"]
 
 BLOCK = 1024  # coordinates that share a scale
+SPAN = 64  # blocks of one tensor that are checked together; pieces end between spans where they can hold one
 MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
 PIECE_COORDINATES = 1 << 20
 
@@ -52,6 +53,11 @@ class Geometry:
     def blocks(self) -> int:
         """Blocks in the tensor."""
         return self.size // self.row * self.blocks_per_row
+
+    @property
+    def spans(self) -> int:
+        """Spans in the tensor, the last one short."""
+        return -(-self.blocks // SPAN)
 
     def offset(self, block: int) -> int:
         """Return the first coordinate of ``block`` (the size for the block after the last)."""
@@ -122,7 +128,8 @@ def cut(
     specs : sequence of LeafSpec
         The leaves.
     piece_coordinates : int
-        Most coordinates a piece holds, weighted by the words that they may need; a block is never cut.
+        Most coordinates a piece holds, weighted by the words that they may need; a block is never cut, nor is
+        a span where the piece can hold one.
     bucket_bytes : int
         Most bytes of input that are fused into one piece.
     """
@@ -150,14 +157,19 @@ def _ranges(
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (first block, blocks, begins a new piece) for one leaf; ``room`` is what is left in ``piece``."""
     geometry, weight = Geometry.of(spec.row_shape), spec.route.weight(spec.item_bytes)
-    fresh, start = not piece, 0
-    while start < geometry.blocks:
+
+    def fit(start: int, room: tuple[int, int]) -> int:
         count = geometry.fit(start, max(0, min(room[0] // weight, room[1] // spec.item_bytes)))
-        if count <= 0 and not fresh:
-            room, fresh = whole, True
-            count = geometry.fit(start, min(room[0] // weight, room[1] // spec.item_bytes))
-            yield start, max(count, 1), True
-        else:
-            yield start, max(count, 1), start > 0
-        start += max(count, 1)
-        room, fresh = whole, True
+        end = start + count
+        aligned = end // SPAN * SPAN
+        return aligned - start if end < geometry.blocks and aligned > start else count
+
+    start = 0
+    while start < geometry.blocks:
+        count, begins = fit(start, whole if start else room), start > 0
+        unfinished = start + count < geometry.blocks
+        if piece and not begins and unfinished and count < max(1, min(SPAN, fit(start, whole))):
+            count, begins = fit(start, whole), True  # too little is left here for a span
+        count = max(count, 1)
+        yield start, count, begins
+        start += count

@@ -248,6 +248,7 @@ class Attempt:
             self.place.rank,
             self.place.size,
             rank_shift(self.place.rank, self.place.size),
+            self.reduction.step,
             stream=plan.result_bytes > STREAM_BYTES,
             measure=self.reduction.options.measure,
         )

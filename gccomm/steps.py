@@ -32,6 +32,8 @@ class Context:
         This rank and the number of ranks n.
     shift : int
         This rank's dither offset, floor(place * 65536 / n).
+    step : int
+        Number of the call, which keys the noise.
     stream : bool
         Results are larger than the caches: write past them.
     measure : bool
@@ -41,6 +43,7 @@ class Context:
     rank: int
     size: int
     shift: int
+    step: int = 0
     stream: bool = False
     measure: bool = False
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gccomm.codecs import Codec, get_codec
 from gccomm.codecs.exact import Integers, TwoWords
-from gccomm.layout import BLOCK, PIECE_COORDINATES, Geometry, LeafSpec, Range, cut
+from gccomm.layout import BLOCK, PIECE_COORDINATES, SPAN, Geometry, LeafSpec, Range, cut
 
 Shape = tuple[int, ...]
 EDGES = [1, 2, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049]
@@ -139,14 +139,15 @@ def loads(leaves: Sequence[Leaf], pieces: list[list[Range]]) -> Iterator[tuple[i
         yield weight, nbytes, sum(r.blocks for r in piece), piece[-1]
 
 
-def next_block(leaves: Sequence[Leaf], last: Range) -> tuple[int, int] | None:
-    """Return weight and bytes of the block that follows, None at the end."""
+def rest_of_span(leaves: Sequence[Leaf], last: Range) -> tuple[int, int] | None:
+    """Return weight and bytes of the blocks that follow up to the end of their span, None at the end."""
     leaf, block = last.leaf, last.start + last.blocks
     while leaf < len(leaves):
         shape, (_, _, item_bytes, weight) = leaves[leaf]
         blocks = naive_blocks(shape)
         if block < len(blocks):
-            return blocks[block][1] * weight, blocks[block][1] * item_bytes
+            count = sum(length for _, length in blocks[block : (block // SPAN + 1) * SPAN])
+            return count * weight, count * item_bytes
         leaf, block = leaf + 1, 0
     return None
 
@@ -162,8 +163,8 @@ def test_pieces_are_complete_within_the_limits_and_full(leaves: list[Leaf], room
     assert_complete(leaves, pieces)
     for weight, size, blocks, last in loads(leaves, pieces):
         assert blocks == 1 or (weight <= room and size <= nbytes)
-        following = next_block(leaves, last)
-        if following is not None:  # a piece ends only where the next block has no room
+        following = rest_of_span(leaves, last)
+        if following is not None:  # a piece ends only where the rest of a span has no room
             assert weight + following[0] > room or size + following[1] > nbytes
 
 
@@ -211,3 +212,27 @@ def test_text_of_a_spec_names_all_that_ranks_must_share() -> None:
     assert "complex of float32[3x2]" in texts[4]
     assert "error feedback" in texts[7]
     assert "'': int8[scalar]" in LeafSpec("", "int8", (), (), Integers(), mean=False).text()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 400_000), min_size=1, max_size=5),
+    piece=st.integers(SPAN * BLOCK, 5 * SPAN * BLOCK),
+)
+def test_pieces_end_between_spans(sizes: list[int], piece: int) -> None:
+    """Where a piece can hold a span, no span of a tensor travels in two messages."""
+    leaves = [spec(i, (1, size) if size < 512 else (size,), ROUTES[0]) for i, size in enumerate(sizes)]
+    for ranges in cut(leaves, piece):
+        for r in ranges:
+            blocks = Geometry.of(leaves[r.leaf].row_shape).blocks
+            assert r.start % SPAN == 0
+            assert (r.start + r.blocks) % SPAN == 0 or r.start + r.blocks == blocks
+
+
+def test_spans_of_a_tensor() -> None:
+    assert [Geometry.of((BLOCK * blocks,)).spans for blocks in (1, SPAN, SPAN + 1, 10 * SPAN)] == [
+        1,
+        1,
+        2,
+        10,
+    ]
+    assert Geometry.of((0,)).spans == 0
