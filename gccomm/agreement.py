@@ -71,7 +71,8 @@ class Call:
     layout : tuple of int
         Digest of keys, shapes, dtypes, codecs and ops; ``leaves()`` gives the same as one line a leaf.
     policy, state : str
-        Options and adaptive state that must be equal on all ranks, as text.
+        Options, and choices of codec and op with what they have adapted, that must be equal on all ranks, as
+        text.
     error : BaseException or None
         This rank's own failure, shared with the others.
     missing : bool
@@ -131,17 +132,19 @@ def _explain(call: Call, rank: int, size: int) -> Generator[Transfer, None, Base
         first = failed[0]
         own = call.error if first == rank else None
         return _rebuild(reports[first]["error"], first, own)
-    for name in ("version", "call", "communicator", "reducer", "step", "options", "state"):
+    names = ["version", "call", "communicator", "reducer", "step", "options"]
+    if len({str(r["layout"]) for r in reports}) == 1:  # else the array that differs says more
+        names.append("state")
+    doing = [r["doing"] for r in reports]
+    for name in names:
         values = [r[name] for r in reports]
         if len(set(map(str, values))) > 1:
-            return errors.MismatchError(_disagreement(name, values, [r["doing"] for r in reports]))
+            return errors.MismatchError(_disagreement(name, values, doing))
     index = yield from _first_difference(leaves, max(r["leaves"] for r in reports))
     mine = leaves[index] if index < len(leaves) else "(no such array)"
     texts = yield from _exchange_texts({"leaf": _shorten(mine, 2 * TEXT_LIMIT)}, rank, size)
     values = [t["leaf"] for t in texts]
-    return errors.MismatchError(
-        _disagreement(f"array {index} of the tree", values, [r["doing"] for r in reports])
-    )
+    return errors.MismatchError(_disagreement(f"array {index} of the tree", values, doing))
 
 
 def _report(call: Call, leaves: Sequence[str]) -> dict[str, Any]:
@@ -154,6 +157,7 @@ def _report(call: Call, leaves: Sequence[str]) -> dict[str, Any]:
         "communicator": call.communicator,
         "reducer": call.reducer,
         "step": call.step,
+        "layout": call.layout,
         "options": _shorten(call.policy),
         "state": _shorten(call.state),
         "leaves": len(leaves),

@@ -252,7 +252,13 @@ class Communicator:
         signature = (op, chosen, exact_below, nonfinite)
         reduction = self._reductions.pop(signature, None)
         if reduction is None:
-            options = Options(lambda _: chosen, lambda _: op, exact_below=exact_below, nonfinite=nonfinite)
+            options = Options(
+                lambda _: chosen,
+                lambda _: op,
+                exact_below=exact_below,
+                nonfinite=nonfinite,
+                choices=f"codec={chosen!r}, op={op!r}",
+            )
             reduction = Reduction(options)
             while len(self._reductions) >= REDUCTIONS:
                 self._reductions.pop(next(iter(self._reductions)))

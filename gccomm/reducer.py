@@ -93,6 +93,7 @@ class Reducer:
             integer("seed", seed, "an integer"),
             integer("bucket_bytes", bucket_bytes, "a number of bytes", 1),
             measure=True,
+            choices=f"codec={codecs!r}, op={ops!r}, error_feedback={error_feedback}",
         )
         from gccomm.api import resolve
 

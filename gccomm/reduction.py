@@ -52,7 +52,7 @@ class Place:
 class Options:
     """What must be equal on all ranks of a reduction besides the arrays themselves.
 
-    ``codec``, ``op`` and ``feedback`` give the choice for a key.
+    ``codec``, ``op`` and ``feedback`` give the choice for a key; ``choices`` says the same in words.
     """
 
     codec: Callable[[str], Codec]
@@ -64,9 +64,10 @@ class Options:
     bucket_bytes: int = 25 << 20
     piece_coordinates: int = PIECE_COORDINATES
     measure: bool = False
+    choices: str = ""
 
     def text(self) -> str:
-        """Return the options that no leaf carries, for the agreement."""
+        """Return the options that neither a leaf nor ``choices`` carries, for the agreement."""
         return (
             f"exact_below={self.exact_below}, nonfinite={self.nonfinite!r}, seed={self.seed}, "
             f"bucket_bytes={self.bucket_bytes}, piece_coordinates={self.piece_coordinates}"
@@ -164,6 +165,7 @@ class Attempt:
             reducer=reduction.reducer,
             step=reduction.step,
             policy=reduction.options.text(),
+            state=reduction.options.choices,
         )
         self.job: Job | None = None
         self._plan: Plan | None = None

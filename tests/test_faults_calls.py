@@ -197,3 +197,15 @@ def test_nonfinite_error_names_the_array_that_has_it() -> None:
     tree = {"a": np.ones(10, F4), "c": np.full(10, np.nan, F4), "h": np.ones(2000, F4)}
     with pytest.raises(gccomm.NonFiniteError, match=r"in 'c'\. Nothing"):
         gccomm.compressed_allreduce(tree, nonfinite="raise", comm=gccomm.init("local"))
+
+
+@pytest.mark.parametrize("value", [1.0, 3, np.ones(5, F4), {}])
+def test_codecs_that_differ_are_seen_where_none_is_used(value: Any) -> None:
+    """Integers, small arrays and empty trees travel without the codec; ranks must name the same all the same."""
+
+    def work(comm: gccomm.Communicator) -> None:
+        with pytest.raises(gccomm.MismatchError, match=r"wire_bits=8.* on rank 0; .*wire_bits=4.* on rank 1"):
+            comm.compressed_allreduce(value, codec=f"uniform:wire_bits={8 - 4 * comm.rank}")
+        assert comm.compressed_allreduce(1) == 2
+
+    run(work, 2)
