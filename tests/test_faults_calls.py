@@ -201,7 +201,7 @@ def test_nonfinite_error_names_the_array_that_has_it() -> None:
 
 @pytest.mark.parametrize("value", [1.0, 3, np.ones(5, F4), {}])
 def test_codecs_that_differ_are_seen_where_none_is_used(value: Any) -> None:
-    """Integers, small arrays and empty trees travel without the codec; ranks must name the same all the same."""
+    """Integers, small arrays and empty trees travel without the codec; ranks must name the same one."""
 
     def work(comm: gccomm.Communicator) -> None:
         with pytest.raises(gccomm.MismatchError, match=r"wire_bits=8.* on rank 0; .*wire_bits=4.* on rank 1"):
