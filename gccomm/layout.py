@@ -129,7 +129,7 @@ def cut(
         The leaves.
     piece_coordinates : int
         Most coordinates a piece holds, weighted by the words that they may need; a block is never cut, nor is
-        a span where the piece can hold one.
+        a span where the piece can hold one, nor a tensor whose codec works on whole tensors.
     bucket_bytes : int
         Most bytes of input that are fused into one piece.
     """
@@ -157,6 +157,11 @@ def _ranges(
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (first block, blocks, begins a new piece) for one leaf; ``room`` is what is left in ``piece``."""
     geometry, weight = Geometry.of(spec.row_shape), spec.route.weight(spec.item_bytes)
+    if spec.route.unit == "tensor":
+        if geometry.blocks:
+            fits = geometry.size * weight <= room[0] and geometry.size * spec.item_bytes <= room[1]
+            yield 0, geometry.blocks, bool(piece) and not fits
+        return
 
     def fit(start: int, room: tuple[int, int]) -> int:
         count = geometry.fit(start, max(0, min(room[0] // weight, room[1] // spec.item_bytes)))

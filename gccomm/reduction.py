@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm import arrays, kernels, trees
-from gccomm.agreement import Call
-from gccomm.codecs.base import Codec
+from gccomm.agreement import Call, digest
+from gccomm.codecs.base import Codec, State
 from gccomm.codecs.exact import Integers, TwoWords
 from gccomm.engine import Job, Outcome, reduce
-from gccomm.errors import NonFiniteError
+from gccomm.errors import NegotiationError, NonFiniteError
 from gccomm.lanes import rank_shift
 from gccomm.layout import ITEM_BYTES, PIECE_COORDINATES, LeafSpec
 from gccomm.plan import Plan
@@ -41,11 +41,14 @@ _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands: its number, the number of ranks, and whether they share one host."""
+    """Where a rank stands: its number, the number of ranks, whether they share one host, and the operations
+    of its back end's own.
+    """
 
     rank: int
     size: int
     one_host: bool = True
+    operations: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,15 @@ class Known(NamedTuple):
     restored: bool = False
 
 
+class KeyState(NamedTuple):
+    """What a codec has adapted for a key, and for which layout and codec it holds."""
+
+    dtype: str
+    row_shape: tuple[int, ...]
+    codec: str
+    values: State
+
+
 class Reduction:
     """Options, plans and per-key state of a stream of reductions.
 
@@ -106,6 +118,8 @@ class Reduction:
         Number of the next call; advances only when a call succeeded, on all ranks alike.
     residuals : dict of str to array
         What error feedback carries over, by key.
+    states : dict of str to KeyState
+        What codecs have adapted, by key.
     known : dict of str to Known
         Layout of every key seen, and how to make a result for it, where ``remember`` is set.
     """
@@ -114,8 +128,25 @@ class Reduction:
         self.options, self.reducer, self.remember = options, reducer, remember
         self.step = 0
         self.residuals: dict[str, npt.NDArray[np.floating[Any]]] = {}
+        self.states: dict[str, KeyState] = {}
         self.known: dict[str, Known] = {}
+        self._adapted: str | None = ""
         self._plans: dict[object, Plan] = {}
+
+    def set_states(self, states: Mapping[str, KeyState]) -> None:
+        """Take over states by key; those of other keys stay."""
+        self.states.update(states)
+        self._adapted = None
+
+    def adapted(self) -> str:
+        """Return a hash of what codecs have adapted and must be equal on all ranks, or nothing."""
+        if self._adapted is None:
+            texts = [
+                f"{key!r}: {s.codec} {self.options.codec(key).state_text(s.values)}"
+                for key, s in sorted(self.states.items())
+            ]
+            self._adapted = "".join(f", adapted={word:08x}" for word in digest("\n".join(texts))[:1])
+        return self._adapted
 
     def start(self, tree: Any, place: Place, *, out: Any = None) -> Attempt:
         """Prepare a call on ``tree``; communicates nothing and raises nothing but interrupts."""
@@ -165,7 +196,7 @@ class Attempt:
             reducer=reduction.reducer,
             step=reduction.step,
             policy=reduction.options.text(),
-            state=reduction.options.choices,
+            state=reduction.options.choices + reduction.adapted(),
         )
         self.job: Job | None = None
         self._plan: Plan | None = None
@@ -187,9 +218,20 @@ class Attempt:
         plan = self._plan = self.reduction.plan(self._leaves, nones, self.place.size)
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
+        self._check_operations(plan)
         self._outs = self._look_at_out(out, keys)
         self._bind(plan)
         self._check_finite(plan)
+
+    def _check_operations(self, plan: Plan) -> None:
+        for codec in {spec.route for spec in plan.specs}:
+            if codec.operation is not None and codec.operation not in self.place.operations:
+                have = ", ".join(sorted(self.place.operations)) or "none"
+                msg = (
+                    f"{codec!r} reduces by the operation {codec.operation!r}, which this back end lacks "
+                    f"(it has {have}); use a codec that sums, or the back end mpi"
+                )
+                raise NegotiationError(msg)
 
     def transfers(self) -> Generator[Transfer, None, Outcome]:
         """Return the engine's generator for this call."""
@@ -244,7 +286,7 @@ class Attempt:
             dst[i] = kernels.address(result)
             if plan.specs[i].feedback:
                 res_in[i], res_out[i] = self._residual(leaf)
-        plan.bind(self.reduction.step, src, dst, (res_in, res_out))
+        plan.bind(self.reduction.step, self.place.rank, src, dst, (res_in, res_out))
         self._direct(plan)
         context = Context(
             self.place.rank,
@@ -253,9 +295,20 @@ class Attempt:
             self.reduction.step,
             stream=plan.result_bytes > STREAM_BYTES,
             measure=self.reduction.options.measure,
+            stateful=self.reduction.remember,
         )
         have = [view is not None for view in self._views]
-        self.job = Job(plan, context, have, whole=not self.place.one_host)
+        states = self._states(plan)
+        self.job = Job(plan, context, have, whole=not self.place.one_host, states=states)
+
+    def _states(self, plan: Plan) -> dict[int, State]:
+        """Return the states of this call's leaves, as far as they fit their layouts."""
+        found = {}
+        for i, spec in enumerate(plan.specs):
+            state = self.reduction.states.get(spec.key) if spec.route.stateful else None
+            if state is not None and state[:3] == (spec.dtype, spec.row_shape, spec.route.fingerprint):
+                found[i] = state.values
+        return found
 
     def _result(self, i: int, leaf: _Leaf, integers: bool) -> Buffer:
         """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""
@@ -296,7 +349,7 @@ class Attempt:
         array.
         """
         for x in plan.operands:
-            x.direct, x.overflows, x.energy = None, {}, None
+            x.forget()
             segment = x.segments[0]
             view, spec = self._views[segment.leaf], plan.specs[segment.leaf]
             if x.count == 1 and view is not None and not spec.feedback:
@@ -319,10 +372,11 @@ class Attempt:
         self.job = None
         if self._plan is not None:
             for x in self._plan.operands:
-                x.direct = x.scales = x.energy = None
+                x.forget()
 
     def commit(self, outcome: Outcome) -> None:
         """Take over step and residuals, as every rank does now; raises the outcome's error instead."""
+        states = self.job.states if self.job is not None else {}
         self.release()
         if outcome.error is not None:
             raise outcome.error
@@ -333,6 +387,20 @@ class Attempt:
             }
         lost = {self._leaves[i].key for i in self._absent}
         self.reduction.residuals.update((k, v) for k, v in self._residuals.items() if k not in lost)
+        if self.reduction.remember and outcome.parts:
+            self._adapt(outcome.parts, states, lost)
+
+    def _adapt(self, parts: Mapping[int, list[Any]], states: Mapping[int, State], lost: set[str]) -> None:
+        """Let codecs make their next states."""
+        assert self._plan is not None
+        found = {}
+        for leaf, returned in parts.items():
+            spec = self._plan.specs[leaf]
+            values = spec.route.next_state(states.get(leaf), returned)
+            if values is not None and spec.key not in lost:
+                layout = spec.dtype, spec.row_shape, spec.route.fingerprint
+                found[spec.key] = KeyState(*layout, values)
+        self.reduction.set_states(found)
 
     def deliver(self) -> Any:
         """Return the result tree. What fails here (a full memory, say) fails on this rank alone."""

@@ -66,8 +66,7 @@ class Stats:
         """Take in the energies that decode left in ``operands``."""
         for x in operands:
             variance = x.codec.noise(size)
-            if variance is None or x.energy is None or x.scales is None:
+            if variance is None or x.energy is None or x.steps is None:
                 continue
-            steps = x.squared_steps()
-            self._noise += variance * (x.lengths * steps).sum()
-            self._energy += (x.energy * steps).sum()
+            self._noise += variance * (x.codec.carried(x.lengths) * x.steps).sum()
+            self._energy += (x.energy * x.steps).sum()

@@ -41,10 +41,10 @@ class Halves(Codec):
         scales = yield Agree(x.blocks, x.maxima)
         yield Sum(
             x.blocks,
-            x.words,
+            x.size,
             lambda lo, hi, out: x.encode(lo, hi, out, scales, 16, 65536 * 100 // ctx.size, ctx),
             lambda lo, hi, w: x.decode(lo, hi, w, scales, 16, 65536 * 100 // ctx.size, ctx, subtract=False),
-            ((0, x.words, 16),),
+            lambda lo, hi: ((0, x.size(lo, hi), 16),),
         )
         return state
 

@@ -78,9 +78,8 @@ class Uniform(Codec):
         assert scales is not None
         yield Sum(
             x.blocks,
-            x.words,
+            x.size,
             lambda lo, hi, out: x.encode(lo, hi, out, scales, width, limit, ctx),
-            lambda lo, hi, words: x.decode(lo, hi, words, scales, width, limit, ctx, subtract=False),
-            ((0, x.words, width),),
+            lambda lo, hi, words: x.decode(lo, hi, words, scales, width, limit, ctx),
+            lambda lo, hi: ((0, x.size(lo, hi), width),),
         )
-        return state
