@@ -17,10 +17,21 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from gccomm.codecs.base import Codec
 
-__all__ = ["BLOCK", "ITEM_BYTES", "PIECE_COORDINATES", "SPAN", "Geometry", "LeafSpec", "Range", "cut"]
+__all__ = [
+    "BLOCK",
+    "ITEM_BYTES",
+    "MIN_PART",
+    "PIECE_COORDINATES",
+    "SPAN",
+    "Geometry",
+    "LeafSpec",
+    "Range",
+    "cut",
+]
 
 BLOCK = 1024  # coordinates that share a scale
 SPAN = 64  # blocks of one tensor that are checked together; pieces end between spans where they can hold one
+MIN_PART = 64  # smallest part of a block that is rotated by itself
 MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
 PIECE_COORDINATES = 1 << 20
 

@@ -189,14 +189,21 @@ class Operand:
 
     # Scales
 
-    def maxima(self, out: Words, energy: Words | None = None, rotations: int = 0) -> None:
+    def maxima(
+        self,
+        out: Words,
+        energy: Words | None = None,
+        rotations: int = 0,
+        lo: int = 0,
+        hi: int | None = None,
+    ) -> None:
         """Write the maximum of each block as a scale word; of the rotated block, with its energy, if asked.
 
         The energy is the sum of rint(|y| 1024 / M)^2, M the block's own maximum.
         """
-        where = 0 if energy is None else kernels.address(energy)
-        more = (where, rotations) if where or rotations else ()
-        kernels.maxima(self.address, self.count, 0, self.blocks, kernels.address(out), *more)
+        more = _trim(_address(energy), rotations)
+        end = self.blocks if hi is None else hi
+        kernels.maxima(self.address, self.count, lo, end, kernels.address(out), *more)
 
     def scale_values(self, scales: Words) -> npt.NDArray[np.float64]:
         """Return scale words as numbers."""
@@ -226,6 +233,12 @@ class Operand:
 
     # Lane codecs
 
+    def base(self, lo: int, width: int) -> int:
+        """Return where the words of block ``lo`` would lie in lanes of ``width`` bits."""
+        i = int(np.searchsorted(self.bounds, lo, "right")) - 1
+        before = self.codec.carried(self.lengths[self.bounds[i] : lo])
+        return int(self.table["word0"][i]) + int((-(-before // (32 // width))).sum())
+
     def encode(
         self,
         lo: int,
@@ -241,14 +254,17 @@ class Operand:
         rotations: int = 0,
         check: Words | None = None,
         maxima: Words | None = None,
+        clamps: Words | None = None,
         grid: npt.NDArray[np.int32] | None = None,
+        base: int | None = None,
     ) -> None:
         """Quantise blocks ``lo`` to ``hi`` against ``scales`` into lanes.
 
         ``limit`` is the fixed-point value, in 2^-16 levels, that the scale becomes; or ``ratios`` gives each
         block's step over its scale, and ``clamp`` the largest fixed-point value. ``check`` receives two words
-        a block, ``maxima`` each block's own scale word (shape (hi - lo,) both); ``grid`` is a table to round
-        to.
+        a block, ``maxima`` each block's own scale word and ``clamps`` how many of its coordinates are above
+        the shared one (shape (hi - lo,)); ``grid`` is a table to round to; ``base`` is :meth:`base` of another
+        lane width.
         """
         kernels.encode(
             self.address,
@@ -257,12 +273,19 @@ class Operand:
             hi,
             kernels.address(scales),
             kernels.address(out),
-            int(self.offsets[lo]),
+            int(self.offsets[lo]) if base is None else base,
             width,
             limit,
             ctx.shift,
             _address(check),
-            *_trim(clamp, _address(ratios), rotations, _address(maxima), _address(grid)),
+            *_trim(
+                clamp,
+                _address(ratios),
+                rotations,
+                _address(maxima),
+                _address(grid),
+                _address(clamps),
+            ),
         )
 
     def decode(
@@ -280,6 +303,7 @@ class Operand:
         rotations: int = 0,
         check: Words | None = None,
         offset: int = 0,
+        base: int | None = None,
     ) -> None:
         """Write the results of blocks ``lo`` to ``hi`` from the summed lanes; arguments as of
         :meth:`encode`.
@@ -292,7 +316,7 @@ class Operand:
             hi,
             kernels.address(scales),
             kernels.address(words),
-            int(self.offsets[lo]),
+            int(self.offsets[lo]) if base is None else base,
             width,
             limit,
             ctx.size,
@@ -310,11 +334,10 @@ class Operand:
         """Keep the energies of decoded blocks, in steps^2, and the squares of their steps."""
         if self.energy is None or self.steps is None:
             self.energy, self.steps = np.zeros(self.blocks), np.zeros(self.blocks, np.longdouble)
+        levels: Any = energy.view(np.float32)
         if "sign0" in (self.table.dtype.names or ()):
-            energy = energy * 4.0 ** (width - 11)
-        else:
-            energy = energy.view(np.float32)
-        self.energy[lo:hi] = energy  # it counts squares of 2^(width + 4 - 15) levels
+            levels = energy * 4.0 ** (width - 11)
+        self.energy[lo:hi] = levels  # it counts squares of 2^(width + 4 - 15) levels
         finite = np.where(self.nonfinite_scales(scales), np.uint32(0), scales)
         steps = self.scale_values(finite).astype(np.longdouble) * ratios
         self.steps[lo:hi] = (steps * steps)[lo:hi]

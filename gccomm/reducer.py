@@ -10,12 +10,12 @@ import numpy as np
 from gccomm.checks import check_options, integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.communicator import Communicator
-from gccomm.reduction import Options, Reduction, known_from, pattern_choice
+from gccomm.reduction import KeyState, Options, Reduction, known_from, pattern_choice, state_from
 from gccomm.stats import Stats
 
 __all__ = ["Reducer"]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class Reducer:
@@ -138,9 +138,10 @@ class Reducer:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, copied: step, layouts and residuals by key. Not collective.
+        """Return what a resumed run needs, copied: step, layouts, what codecs have adapted, and residuals, by
+        key. Not collective.
 
-        Residuals are flat NumPy arrays and differ between ranks; everything else is plain Python.
+        Plain Python and NumPy arrays. Residuals, flat, differ between ranks; everything else is equal on all.
         """
         r = self._reduction
         with self.comm.lock:  # a checkpoint thread sees the state between two steps
@@ -149,6 +150,7 @@ class Reducer:
                 "step": r.step,
                 "seed": r.options.seed,
                 "layouts": {key: list(known.leaf[1:]) for key, known in r.known.items()},
+                "states": {key: _plain(state) for key, state in r.states.items()},
                 "residuals": {key: value.copy() for key, value in r.residuals.items()},
             }
 
@@ -163,11 +165,20 @@ class Reducer:
         _check_state(state, self._reduction.options.seed)
         known = {key: known_from(key, layout) for key, layout in state["layouts"].items()}
         residuals = {key: np.array(value) for key, value in state["residuals"].items()}
+        states = {key: state_from(key, value) for key, value in state["states"].items()}
         self._reduction.step = integer("step", state["step"], "a number of steps", 0)
         self._reduction.known, self._reduction.residuals = known, residuals
+        self._reduction.states = {}
+        self._reduction.set_states(states)
 
     def __repr__(self) -> str:
         return f"<gccomm.Reducer number {self._reduction.reducer}, step {self.step}, on {self.comm!r}>"
+
+
+def _plain(state: KeyState) -> dict[str, Any]:
+    """Return a key's state in plain Python and copies of arrays."""
+    values = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in state.values.items()}
+    return {**state._asdict(), "row_shape": list(state.row_shape), "values": values}
 
 
 def _feedback(key: str, wanted: bool) -> bool:
@@ -184,7 +195,7 @@ def _check_state(state: Any, seed: int) -> None:
     if not isinstance(state, Mapping):
         msg = f"the state must be a mapping as state_dict() returns, got {state!r}"
         raise ValueError(msg)
-    missing = sorted({"version", "step", "seed", "layouts", "residuals"} - set(state))
+    missing = sorted({"version", "step", "seed", "layouts", "states", "residuals"} - set(state))
     if missing:
         msg = f"not the state of a reducer: it lacks {', '.join(missing)}"
         raise ValueError(msg)
@@ -192,7 +203,7 @@ def _check_state(state: Any, seed: int) -> None:
         if state[name] != expected:
             msg = f"the state has {name} {state[name]!r}, this reducer {expected!r}"
             raise ValueError(msg)
-    for name in ("layouts", "residuals"):
+    for name in ("layouts", "states", "residuals"):
         if not isinstance(state[name], Mapping):
             msg = f"the state's {name} must be a mapping by key, got {state[name]!r}"
             raise ValueError(msg)

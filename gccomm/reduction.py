@@ -30,7 +30,16 @@ from gccomm.plan import Plan
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
 
-__all__ = ["Attempt", "Options", "Place", "Reduction"]
+__all__ = [
+    "Attempt",
+    "KeyState",
+    "Options",
+    "Place",
+    "Reduction",
+    "known_from",
+    "pattern_choice",
+    "state_from",
+]
 
 STREAM_BYTES = 8 << 20  # results larger than this are written past the caches
 PLAN_CACHE = 16
@@ -281,7 +290,7 @@ class Attempt:
         integers = any(spec.dtype not in FLOATS for spec in plan.specs)
         for i, (leaf, view) in enumerate(zip(self._leaves, self._views, strict=True)):
             src[i] = view.pointer if view is not None else 0
-            result = self._result(i, leaf, integers)
+            result = self._result(i, leaf, plan.specs[i], integers)
             self._results.append(result)
             dst[i] = kernels.address(result)
             if plan.specs[i].feedback:
@@ -310,19 +319,21 @@ class Attempt:
                 found[i] = state.values
         return found
 
-    def _result(self, i: int, leaf: _Leaf, integers: bool) -> Buffer:
+    def _result(self, i: int, leaf: _Leaf, spec: LeafSpec, integers: bool) -> Buffer:
         """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""
         out = self._outs[i]
-        if out is not None and not integers and not self._collides(i, out):
+        if out is not None and not integers and not self._collides(i, out, spec):
             return out.data
         dtype = _STORAGE.get(leaf.dtype) or np.dtype(leaf.dtype)
         return kernels.pool_empty(leaf.size * dtype.itemsize).view(dtype)
 
-    def _collides(self, i: int, out: arrays.View) -> bool:
+    def _collides(self, i: int, out: arrays.View, spec: LeafSpec) -> bool:
         """Whether writing ``out`` early could change an input still to be read, or another ``out``."""
         inputs = enumerate(self._views)
         read = any(
-            view is not None and arrays.overlaps(out, view) and (j != i or view.pointer != out.pointer)
+            view is not None
+            and arrays.overlaps(out, view)
+            and (j != i or view.pointer != out.pointer or spec.route.reencodes)
             for j, view in inputs
         )
         others = (o for j, o in enumerate(self._outs) if o is not None and j != i)
@@ -456,6 +467,33 @@ def known_from(key: str, layout: Sequence[Any]) -> Known:
 
             user = np.dtype(ml_dtypes.bfloat16)
     return Known(leaf, lambda result: result.view(user).reshape(leaf.shape), restored=True)
+
+
+def state_from(key: str, saved: Any) -> KeyState:
+    """Return the entry of ``Reduction.states`` for what a checkpoint holds.
+
+    Raises
+    ------
+    ValueError
+        The state is malformed.
+    """
+    try:
+        shape = tuple(map(int, saved["row_shape"]))
+        values = {str(k): _plain(v) for k, v in saved["values"].items()}
+        return KeyState(str(saved["dtype"]), shape, str(saved["codec"]), values)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        msg = f"what a codec adapted for {key!r} is malformed: {saved!r} ({type(error).__name__}: {error})"
+        raise ValueError(msg) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a state's value, arrays copied; numbers that a checkpoint library made arrays become numbers."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    array = np.array(value)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{value!r} is neither a number, a text nor an array")
+    return array if array.ndim else array.item()
 
 
 def _names(keys: Iterable[str]) -> str:

@@ -1,10 +1,10 @@
 """The step protocol: what a codec asks of the driver, as descriptions without buffers or communication.
 
 A codec's ``steps(x, state, ctx)`` is a generator. Each ``yield`` hands the driver one step; the driver gives
-memory, calls ``encode``, moves words, calls ``decode``, and sends the answer (the words of an :class:`Agree` or
-:class:`Energies`) back into the generator. The generator returns what the codec's next state is made of, one
-entry a segment. One driver runs it over MPI, one in lockstep for many virtual ranks in one thread; a codec
-cannot tell which.
+memory, calls ``encode``, moves words, calls ``decode``, and sends the answer back into the generator (the
+words of an :class:`Agree` or :class:`Energies`). The generator returns what the codec's next state is made
+of, one entry a segment. One driver runs it over MPI, one in lockstep for many virtual ranks in one thread; a
+codec cannot tell which.
 """
 
 from __future__ import annotations

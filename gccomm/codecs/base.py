@@ -67,6 +67,8 @@ class Codec(ABC):
         The rounding noise of an operand differs from rank to rank. (Signs of rotations never do.)
     stateful : bool
         Adapts from step to step, by key, through :meth:`next_state`.
+    reencodes : bool
+        May encode again after results were written, so that these must not overwrite the input.
     operation : str or None
         Operation of the back end's own that the codec reduces with.
     """
@@ -80,6 +82,7 @@ class Codec(ABC):
     unit: ClassVar[str] = "blocks"
     private: ClassVar[bool] = False
     stateful: bool = False
+    reencodes: bool = False
     operation: str | None = None
 
     @abstractmethod
@@ -159,8 +162,14 @@ class Codec(ABC):
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{k}={v!r}" for k, v in self.config().items() if k != "id")
-        return f"{type(self).__name__}({options})"
+        """Return the codec as it could be made, without options that have their default."""
+        known = inspect.signature(type(self)).parameters
+        shown = (
+            f"{name}={value!r}"
+            for name, value in self.config().items()
+            if name != "id" and (name == "wire_bits" or value != known[name].default)
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
         return (
