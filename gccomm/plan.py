@@ -98,6 +98,7 @@ class Plan:
             keys = [step_key(a, b, step) for a, b in self.keys]
             both = np.array(keys, dtype=np.uint32).reshape(-1, 2)[self.leaf_of]
             self.table["key0"], self.table["key1"] = both[:, 0], both[:, 1]
+            self.table["sign0"], self.table["sign1"] = both[:, 0], both[:, 1]
             self._step = step
 
 

@@ -146,6 +146,7 @@ def _rounding_error(
     q: Array,
     scales: Array,
     level: Array,
+    sends: Array,
     residual: Array | None,
     rotation: Rotation | None,
 ) -> Array:
@@ -156,6 +157,7 @@ def _rounding_error(
     if rotation is not None:
         sent = unrotate(xp, pinned(xp, sent, scales), rotation, v.shape[1], scales)
     error = v - saturate(xp, scale_by_power(xp, sent.astype(v.dtype), exponent))
+    error = xp.where(sends[:, None], error, v)
     kept = xp.zeros_like(v) if residual is None else residual
     return xp.where(nonfinite(scales, wide)[:, None], kept, error)
 
@@ -205,5 +207,6 @@ def encode(
     q = quantise(xp, v, scales, hashes, shift, limit, clamp=clamp, ratios=ratios, rotation=rotation)
     mantissa, _ = split_scale(xp, scales, is_wide(v))
     level = mantissa * (xp.float32(65536 / limit) if ratios is None else ratios)
-    error = _rounding_error(xp, v, q, scales, level, residual, rotation)
+    sends = _sends(scales, ratios, is_wide(v))
+    error = _rounding_error(xp, v, q, scales, level, sends, residual, rotation)
     return Encoded(pack(xp, q, width), error, check_words(xp, hashes, q))
