@@ -44,10 +44,6 @@ def segment_table(segments: Sequence[Range], specs: Sequence[LeafSpec]) -> npt.N
     return table
 
 
-def _trim(*values: int) -> tuple[int, ...]:
-    return values if any(values) else ()
-
-
 def _address(array: Buffer | None) -> int:
     return 0 if array is None else kernels.address(array)
 
@@ -142,8 +138,7 @@ class Operand:
         table["dst"] = [kernels.address(a) for a in results]
         own = keys if rank is None else private_keys(keys, rank)
         table["key0"], table["key1"] = own[:, 0], own[:, 1]
-        if "sign0" in (table.dtype.names or ()):
-            table["sign0"], table["sign1"] = keys[:, 0], keys[:, 1]
+        table["sign0"], table["sign1"] = keys[:, 0], keys[:, 1]
         made = cls(codec, specs, segments, table)
         made.keys, made.alive = keys, (list(arrays), list(results))
         return made
@@ -201,9 +196,8 @@ class Operand:
 
         The energy is the sum of rint(|y| 1024 / M)^2, M the block's own maximum.
         """
-        more = _trim(_address(energy), rotations)
-        end = self.blocks if hi is None else hi
-        kernels.maxima(self.address, self.count, lo, end, kernels.address(out), *more)
+        end, where = self.blocks if hi is None else hi, _address(energy)
+        kernels.maxima(self.address, self.count, lo, end, kernels.address(out), where, rotations)
 
     def scale_values(self, scales: Words) -> npt.NDArray[np.float64]:
         """Return scale words as numbers."""
@@ -254,7 +248,6 @@ class Operand:
         rotations: int = 0,
         check: Words | None = None,
         maxima: Words | None = None,
-        clamps: Words | None = None,
         grid: npt.NDArray[np.int32] | None = None,
         base: int | None = None,
     ) -> None:
@@ -262,9 +255,8 @@ class Operand:
 
         ``limit`` is the fixed-point value, in 2^-16 levels, that the scale becomes; or ``ratios`` gives each
         block's step over its scale, and ``clamp`` the largest fixed-point value. ``check`` receives two words
-        a block, ``maxima`` each block's own scale word and ``clamps`` how many of its coordinates are above
-        the shared one (shape (hi - lo,)); ``grid`` is a table to round to; ``base`` is :meth:`base` of another
-        lane width.
+        a block, ``maxima`` each block's own scale word (shape (hi - lo,)); ``grid`` is a table to round to;
+        ``base`` is :meth:`base` of another lane width.
         """
         kernels.encode(
             self.address,
@@ -278,14 +270,11 @@ class Operand:
             limit,
             ctx.shift,
             _address(check),
-            *_trim(
-                clamp,
-                _address(ratios),
-                rotations,
-                _address(maxima),
-                _address(grid),
-                _address(clamps),
-            ),
+            clamp,
+            _address(ratios),
+            rotations,
+            _address(maxima),
+            *((_address(grid),) if grid is not None else ()),
         )
 
     def decode(
@@ -325,7 +314,9 @@ class Operand:
             ctx.stream,
             _address(check),
             _address(energy),
-            *_trim(_address(ratios), rotations, offset),
+            _address(ratios),
+            rotations,
+            offset,
         )
         if energy is not None:
             self._measure(lo, hi, energy, width, scales, 65536 / limit if ratios is None else ratios)
@@ -334,10 +325,7 @@ class Operand:
         """Keep the energies of decoded blocks, in steps^2, and the squares of their steps."""
         if self.energy is None or self.steps is None:
             self.energy, self.steps = np.zeros(self.blocks), np.zeros(self.blocks, np.longdouble)
-        levels: Any = energy.view(np.float32)
-        if "sign0" in (self.table.dtype.names or ()):
-            levels = energy * 4.0 ** (width - 11)
-        self.energy[lo:hi] = levels  # it counts squares of 2^(width + 4 - 15) levels
+        self.energy[lo:hi] = energy * 4.0 ** (width - 11)  # it counts squares of 2^(width + 4 - 15) levels
         finite = np.where(self.nonfinite_scales(scales), np.uint32(0), scales)
         steps = self.scale_values(finite).astype(np.longdouble) * ratios
         self.steps[lo:hi] = (steps * steps)[lo:hi]
@@ -361,11 +349,13 @@ class Operand:
 
     def load(self, i: int) -> Buffer:
         """Return a copy of segment ``i``'s coordinates plus its residual: 1-D float32, or float64."""
+        return self._read(self._alone(i), i)
+
+    def _read(self, row: Any, i: int) -> Buffer:
         dtype = self._float_dtype()
-        row, blocks = self._alone(i), self.segments[i].blocks
         values = np.empty(int(self.lengths[self.bounds[i] : self.bounds[i + 1]].sum()), dtype=dtype)
-        code = DTYPE_CODES[dtype]
-        kernels.float_encode(kernels.address(row), 1, 0, blocks, kernels.address(values), code)
+        blocks, where = self.segments[i].blocks, kernels.address(row)
+        kernels.float_encode(where, 1, 0, blocks, kernels.address(values), DTYPE_CODES[dtype])
         return values
 
     def store(self, i: int, values: Buffer) -> None:
@@ -384,14 +374,8 @@ class Operand:
         residual = self.table["res_in"][i]
         if not residual:
             return None
-        dtype = self._float_dtype()
-        code = DTYPE_CODES[dtype]
-        row = self._alone(i, src=residual, res_in=0, dtype=code)
-        values = np.empty(int(self.lengths[self.bounds[i] : self.bounds[i + 1]].sum()), dtype=dtype)
-        kernels.float_encode(
-            kernels.address(row), 1, 0, self.segments[i].blocks, kernels.address(values), code
-        )
-        return values
+        code = DTYPE_CODES[self._float_dtype()]
+        return self._read(self._alone(i, src=residual, res_in=0, dtype=code), i)
 
     def _write(self, row: Any, i: int, values: Buffer, n: int, mean: bool) -> None:
         flat = np.ascontiguousarray(values).reshape(-1)

@@ -100,8 +100,7 @@ class Plan:
         if step != self._step:
             keys = [step_key(a, b, step) for a, b in self.keys]
             both = np.array(keys, dtype=np.uint32).reshape(-1, 2)[self.leaf_of]
-            if "sign0" in (self.table.dtype.names or ()):
-                self.table["sign0"], self.table["sign1"] = both[:, 0], both[:, 1]
+            self.table["sign0"], self.table["sign1"] = both[:, 0], both[:, 1]
             self._share(both)
             own = np.where(self._private[self.leaf_of][:, None], private_keys(both, rank), both)
             self.table["key0"], self.table["key1"] = own[:, 0], own[:, 1]

@@ -209,8 +209,10 @@ def test_nonfinite_blocks_become_nan_and_leave_the_residual_alone() -> None:
 
 
 def test_energy_is_that_of_the_levels() -> None:
-    centred = np.array([[32768, -65536, 16384], [0, 0, 0]], np.int32)
-    assert reference.block_energy(np, centred).tolist() == [5.25, 0]
+    centred = np.array([[32768, -65536, 16384], [0, 0, 0]], np.int32)  # 1, -2 and 0.5 levels
+    assert reference.block_energy(np, centred, 8).tolist() == [8**2 + 16**2 + 4**2, 0]
+    assert reference.block_energy(np, centred, 11).tolist() == [1**2 + 2**2 + 1**2, 0]  # halves go up
+    assert reference.block_energy(np, centred, 32).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 17, 1000])

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm.codecs.base import State
+from gccomm.codecs.clamps import count_clamped
 from gccomm.errors import BackendError
 from gccomm.lanes import safe_limit
 from gccomm.steps import Agree, Context, Steps, Sum, Words
@@ -119,15 +120,14 @@ class _Predicted:
     def encode(self, lo: int, hi: int, out: Words) -> None:
         """Write lanes, counters and clamps."""
         x, own, end = self.x, np.empty(self.x.blocks, dtype=np.uint32), self.x.size(lo, hi)
-        clamps = np.zeros(x.blocks, dtype=np.uint32)
         x.encode(
             lo, hi, out, self.scales, self.width, self.limit, self.ctx,
-            rotations=self.rotations, maxima=own, clamps=clamps,
+            rotations=self.rotations, maxima=own,
         )  # fmt: skip
         out[end : end + self.counter_words * x.blocks] = self._count(self._intervals(own)).reshape(-1)
-        most = 0xFFFFFFFF // self.ctx.size
-        clamped = np.add.reduceat(clamps, x.bounds[:-1], dtype=np.uint64)
-        out[end + self.counter_words * x.blocks :] = np.minimum(clamped, np.uint64(most))
+        over = np.flatnonzero((own > self.scales) & ~x.nonfinite_scales(own))
+        clamped = count_clamped(x, over, self.scales, self.rotations)
+        out[end + self.counter_words * x.blocks :] = np.minimum(clamped, 0xFFFFFFFF // self.ctx.size)
 
     def _intervals(self, own: Words) -> npt.NDArray[np.int64]:
         """Return the interval of each block's own maximum over its prediction."""

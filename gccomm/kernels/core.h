@@ -132,6 +132,21 @@ GCCOMM_FN u32 wide_scale(u64 magnitude) {
     return s < 0x7FEFFFFFu ? s : 0x7FEFFFFFu;
 }
 
+// A finite non-negative float32 times 2^e, -300 <= e <= 300: rounded up, and no further than the largest one.
+GCCOMM_FN u32 pattern_times_power(u32 pattern, int e) {
+    if (pattern == 0) return 0;
+    const int biased = static_cast<int>(pattern >> 23);
+    u32 whole = pattern & 0x007FFFFFu;
+    if (biased != 0) whole |= 0x00800000u;
+    const int shift = 23 - floor_log2(whole);
+    whole <<= shift;
+    const int place = (biased == 0 ? 1 : biased) - shift + e;
+    if (place >= 255) return 0x7F7FFFFFu;
+    if (place >= 1) return static_cast<u32>(place) << 23 | (whole & 0x007FFFFFu);
+    const int down = 1 - place < 24 ? 1 - place : 24;
+    return (whole + (1u << down) - 1) >> down;
+}
+
 // 2^k for -149 <= k <= 127, subnormals included.
 GCCOMM_FN float pow2(int k) {
     return float_of(k >= -126 ? static_cast<u32>(k + 127) << 23 : 1u << (k + 149));
@@ -175,10 +190,60 @@ GCCOMM_FN Centre centre_of(u32 n) {
     return {low, 16384 - static_cast<i32>(gcd >> 2)};
 }
 
-// The decoded sum in units of half a step * 2^-14, the shared dither taken off.
+// What is added to a decoded sum in units of half a step * 2^-14 to take the shared dither off.
 template <class Ops>
-GCCOMM_FN typename Ops::I undither(typename Ops::I q, typename Ops::U noise_bits, Centre centre) {
-    return (q << 15) + centre.offset - Ops::as_int(Ops::times_upper(noise_bits, centre.ranks) >> 17);
+GCCOMM_FN typename Ops::I undither(typename Ops::U noise_bits, Centre centre, i32 offset) {
+    return (centre.offset + offset) - Ops::as_int(Ops::times_upper(noise_bits, centre.ranks) >> 17);
+}
+
+// ---- rotations
+// ---------------------------------------------------------------------------------------------
+
+constexpr int kSmallestPart = 64;  // a rotated block is a multiple of it
+
+GCCOMM_FN constexpr int padded(int length) { return (length + kSmallestPart - 1) & -kSmallestPart; }
+
+// Length of the part that begins where `left` coordinates of a padded block are left.
+GCCOMM_FN int part_of(int left) { return 1 << floor_log2(static_cast<u32>(left)); }
+
+// Word j of 32 of the signs of rotation 0 or 1, or of a vector of them: `counter` is that of the position
+// kBlock + 32 * rotation + j, behind the block's own.
+template <class U>
+GCCOMM_FN U sign_word(U counter, u32 k1) {
+    const U h = noise(counter, k1);
+    return h ^ (h >> 16);
+}
+
+// After a part of L coordinates is rotated once, each is multiplied by sqrt(L / 1024).
+GCCOMM_FN constexpr float part_scale(int length) {
+    switch (length) {
+        case 512:
+            return 0.70710678118654752f;
+        case 256:
+            return 0.5f;
+        case 128:
+            return 0.35355339059327376f;
+        case 64:
+            return 0.25f;
+        default:
+            return 1.0f;
+    }
+}
+
+// What it is multiplied by before it is rotated back: 32 / sqrt(L).
+GCCOMM_FN constexpr float part_unscale(int length) {
+    switch (length) {
+        case 512:
+            return 1.4142135623730951f;
+        case 256:
+            return 2.0f;
+        case 128:
+            return 2.8284271247461903f;
+        case 64:
+            return 4.0f;
+        default:
+            return 1.0f;
+    }
 }
 
 // ---- lanes

@@ -41,13 +41,15 @@ SEGMENT = np.dtype(
             "word0",
             "key0",
             "key1",
+            "sign0",
+            "sign1",
             "dtype",
             "width",
             "digits",
         ],
-        "formats": ["<u8"] * 4 + ["<i8"] * 6 + ["<u4"] * 2 + ["u1"] * 3,
-        "offsets": [*range(0, 80, 8), 80, 84, 88, 89, 90],
-        "itemsize": 96,
+        "formats": ["<u8"] * 4 + ["<i8"] * 6 + ["<u4"] * 4 + ["u1"] * 3,
+        "offsets": [*range(0, 80, 8), 80, 84, 88, 92, 96, 97, 98],
+        "itemsize": 104,
     }
 )
 """One run of blocks of a tensor; a 1-D C-contiguous array of these is a batch.
@@ -64,7 +66,10 @@ block0, nblocks
 base, word0
     Number of the first block in the batch, and place of its words among those of the batch.
 key0, key1
-    Step key of the tensor, from :func:`gccomm.noise.step_key`.
+    Step key of the tensor, from :func:`gccomm.noise.step_key`: that of its rounding noise, which a rank may
+    have of its own.
+sign0, sign1
+    The step key that all ranks share, for the signs of rotations.
 dtype
     One of :data:`DTYPE_CODES`.
 width, digits

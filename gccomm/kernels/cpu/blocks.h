@@ -30,6 +30,22 @@ inline void* block_address(u64 base, const Block& b) {
     return element<u8>(base, b.offset * size_of(b.segment->dtype));
 }
 
+// 2^k in two factors, each within the range of float64.
+struct Power {
+    double first, second;
+    GCCOMM_FN explicit Power(int k) : first(pow2_wide(k >> 1)), second(pow2_wide(k - (k >> 1))) {}
+};
+
+GCCOMM_FN void scale_by_power(double* x, int n, int k) {
+    const Power power(k);
+    for (int i = 0; i < n; i++) x[i] = x[i] * power.first * power.second;
+}
+
+GCCOMM_FN void scale_by_power(float* x, int n, int k) {
+    const float first = pow2(k >> 1), second = pow2(k - (k >> 1));
+    for (int i = 0; i < n; i++) x[i] = x[i] * first * second;
+}
+
 // n values of a float dtype other than float64 -> float32.
 inline void load_floats(DType dtype, const void* in, int n, float* out) {
     with_source(dtype, in, [&](auto source) { flow(source, FloatSink<Memory::near>{{out}}, n); });
@@ -84,6 +100,17 @@ inline void wide_values(const Block& b, double* out) {
     else
         load_doubles(element<const double>(s.src, b.offset), b.length, out);
     if (residual != nullptr) add_residual(out, residual, b.length);
+}
+
+// The same, with zeros up to the padded length.
+inline void padded_values(const Block& b, float* out) {
+    block_values(b, out);
+    __builtin_memset(out + b.length, 0, sizeof *out * static_cast<u32>(padded(b.length) - b.length));
+}
+
+inline void padded_values(const Block& b, double* out) {
+    wide_values(b, out);
+    __builtin_memset(out + b.length, 0, sizeof *out * static_cast<u32>(padded(b.length) - b.length));
 }
 
 // Rounded to odd, so that rounding the result to 16 bits equals rounding x at once.

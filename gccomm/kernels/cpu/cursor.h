@@ -18,9 +18,10 @@ struct NoWords {
 };
 struct LaneWords {
     int width, full;
-    explicit LaneWords(int w) : width(w), full(words_of(kBlock, w)) {}
+    bool rotated;
+    LaneWords(int w, bool r) : width(w), full(words_of(kBlock, w)), rotated(r) {}
     int operator()(const Segment&, int length) const {
-        return length == kBlock ? full : words_of(length, width);
+        return length == kBlock ? full : words_of(rotated ? padded(length) : length, width);
     }
 };
 struct ExactWords {

@@ -8,19 +8,21 @@ namespace gccomm::GCCOMM_LEVEL {
 struct Unrounding {
     float first, second;  // factors, applied one after the other
     bool twice;           // whether there is a second
+    i32 offset;           // added to the sums
+    int coarse;           // energies are those of the sums shifted right by so much
     Centre centre;
     BlockNoise noise;
 };
 
-// Sum of the squares of a block, in levels.
+// Sum of the squares of a block.
 struct Energy {
-    F squares{};
-    GCCOMM_FN void add(F value, I inside) {
-        const F level = (F)((I)(value * 0x1p-15f) & inside);
+    U squares{};
+    GCCOMM_FN void add(I v, I inside, int shift) {
+        const U level = (U)(((v + (1 << (shift - 1))) >> shift) & inside);
         squares += level * level;
     }
-    GCCOMM_FN float total() const {
-        float sum = 0;
+    GCCOMM_FN u32 total() const {
+        u32 sum = 0;
         for (int k = 0; k < kLanes; k++) sum += squares[k];
         return sum;
     }
@@ -29,11 +31,13 @@ struct Energy {
 // What goes into a sum besides the values.
 enum Extras { none = 0, check_words = 1, energies = 2 };
 
-// Decoded values.
-template <bool subtract, int extras>
+// Decoded values. `broad`: of 32-bit lanes, which do not fit a fixed-point number.
+template <bool subtract, int extras, bool broad>
 class SumSource {
  public:
-    GCCOMM_FN SumSource(const Integers& q, const Unrounding& r) : q_(q), r_(r) {}
+    GCCOMM_FN SumSource(const Integers& q, const Unrounding& r) : q_(q), r_(r) {
+        counter_ = r_.noise.counter(0);
+    }
 
     GCCOMM_FN void seek(int i) { counter_ = r_.noise.counter(i); }
 
@@ -52,15 +56,21 @@ class SumSource {
     // Lanes that are not inside the block do not count.
     GCCOMM_FN F vector(int i, I inside = I{} - 1) {
         const I sum = load<I>(q_.at + i);
-        I v = sum << 15;
+        I correction = I{} + r_.offset;
         if constexpr (subtract || (extras & check_words)) {
             const U h = r_.noise.bits(counter_);
-            if constexpr (subtract) v = undither<VectorOps>(sum, h, r_.centre);
+            if constexpr (subtract) correction = undither<VectorOps>(h, r_.centre, r_.offset);
             if constexpr (extras & check_words) check.add(sum & inside, h);
             counter_ += BlockNoise::step;
         }
-        const F value = __builtin_convertvector(v, F);
-        if constexpr (extras & energies) energy.add(value, inside);
+        F value;
+        if constexpr (broad) {
+            value = __builtin_convertvector(sum, F) * 32768.0f + __builtin_convertvector(correction, F);
+        } else {
+            const I v = (sum << 15) + correction;
+            value = __builtin_convertvector(v, F);
+            if constexpr (extras & energies) energy.add(v, inside, r_.coarse);
+        }
         return r_.twice ? value * r_.first * r_.second : value * r_.first;
     }
 
@@ -75,31 +85,32 @@ class Decoder {
         : args_(args),
           centre_(centre_of(static_cast<u32>(args.n))),
           half_step_(static_cast<float>(2.0 / args.limit)),
-          inverse_(static_cast<float>(1.0 / static_cast<double>(args.n))) {
+          inverse_(static_cast<float>(1.0 / static_cast<double>(args.n))),
+          rotator_(args.rotations) {
         zero_after(q_, 0);
     }
 
-    void decode(const Block& b, u32 s, const u32* words, int count, u32* check, float* energy) {
+    void decode(const Block& b, u32 s, const float* ratio, const u32* words, int count, u32* check,
+                u32* energy) {
         const bool wide = is_wide(b.segment->dtype);
         const Scale scale = split_scale(s, wide);
-        Unrounding r{scale.mant * half_step_, 1.0f, false, centre_, noise_of(b)};
+        const float step = scale.mant * (ratio == nullptr ? half_step_ : *ratio) * (ratio == nullptr ? 1.0f : 0x1p-15f);
+        Unrounding r{step, 1.0f, false, args_.offset, args_.width + 4, centre_, noise_of(b)};
         if (s == 0) r.first = 0;
         if (nonfinite_scale(s, wide)) r.first = float_of(0x7FC00000u);
         const int later = wide ? wide_factors(scale.e) : factors(scale.e, r);
         unpack(args_.width, words, count, q_);
+        if (energy != nullptr) *energy = 0;
+        if (args_.rotations != 0) return decode_rotated(b, r, scale.e, later, check, energy);
 
         void* dst = block_address(b.segment->dst, b);
-        if (dst == nullptr || later != 0) {
-            dequantise(FloatSink<Memory::near>{{x_.at}}, b.length, r, check, energy);
-            if (dst == nullptr) return;
-            return store_later(b, dst, later);
+        if (dst == nullptr || later != 0 || args_.width == 32) {
+            stage(b.length, r, x_.at, check, energy);
+            if (dst != nullptr) store_values(b, dst, x_.at, wide ? scale.e : later);
+            return;
         }
         const auto go = [&](auto sink) { dequantise(sink, b.length, r, check, energy); };
-        if (!wide) return with_sink(b.segment->dtype, dst, args_.stream, go);
-        double* out = static_cast<double*>(dst);
-        if (args_.stream && can_stream<double>(dst))
-            return go(DoubleSink<Memory::streamed>(out, wide_factor(scale.e)));
-        go(DoubleSink<Memory::far>(out, wide_factor(scale.e)));
+        with_any_sink(b, dst, scale.e, args_.stream, go);
     }
 
  private:
@@ -115,13 +126,51 @@ class Decoder {
             return e;
         }
         r.second = args_.mean ? inverse_ * pow2(e) : pow2(e);
-        r.twice = !inside || (bits_of(r.second) & 0x7FFFFFu) != 0;
+        r.twice = args_.rotations != 0 || !inside || (bits_of(r.second) & 0x7FFFFFu) != 0;
         if (!r.twice) r.first *= r.second;
         return 0;
     }
 
+    // Calls f with the sink for the dtype of a block; the float64 one multiplies by 2^e and 1/n for a mean.
+    template <class Function>
+    void with_any_sink(const Block& b, void* dst, int e, bool stream, Function f) const {
+        if (!is_wide(b.segment->dtype)) return with_sink(b.segment->dtype, dst, stream, f);
+        double* out = static_cast<double*>(dst);
+        if (stream && can_stream<double>(dst)) return f(DoubleSink<Memory::streamed>(out, wide_factor(e)));
+        f(DoubleSink<Memory::far>(out, wide_factor(e)));
+    }
+
+    void decode_rotated(const Block& b, Unrounding r, int e, int later, u32* check, u32* energy) {
+        void* dst = block_address(b.segment->dst, b);
+        const float last = r.twice ? r.second : 1.0f;
+        r.twice = false;
+        rotator_.set(b);
+        stage(padded(b.length), r, x_.at, check, energy);
+        if (dst == nullptr) return;
+        NearFloats source{x_.at};
+        rotator_.unrotate(source, b.length, last);
+        store_values(b, dst, rotator_.values(), is_wide(b.segment->dtype) ? e : later);
+    }
+
+    // Decoded values into a buffer.
+    void stage(int n, const Unrounding& r, float* out, u32* check, u32* energy) const {
+        const NearSink sink{{out}};
+        if (args_.width != 32) return dequantise(sink, n, r, check, energy);
+        if (args_.subtract)
+            broad<true>(sink, n, r, check);
+        else
+            broad<false>(sink, n, r, check);
+    }
+
+    template <bool subtract>
+    void broad(const NearSink& sink, int n, const Unrounding& r, u32* check) const {
+        SumSource<subtract, check_words, true> source(q_, r);
+        flow(source, sink, n);
+        if (check != nullptr) source.check.store_to(check);
+    }
+
     template <class Sink>
-    void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, float* energy) const {
+    void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, u32* energy) const {
         if (args_.subtract)
             dequantise<true>(sink, n, r, check, energy);
         else
@@ -129,14 +178,15 @@ class Decoder {
     }
 
     template <bool subtract, class Sink>
-    void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, float* energy) const {
-        if (check == nullptr && energy == nullptr) return flow(SumSource<subtract, none>(q_, r), sink, n);
+    void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, u32* energy) const {
+        if (check == nullptr && energy == nullptr)
+            return flow(SumSource<subtract, none, false>(q_, r), sink, n);
         if (energy == nullptr) {
-            SumSource<subtract, check_words> source(q_, r);
+            SumSource<subtract, check_words, false> source(q_, r);
             flow(source, sink, n);
             return source.check.store_to(check);
         }
-        SumSource<subtract, check_words | energies> source(q_, r);
+        SumSource<subtract, check_words | energies, false> source(q_, r);
         flow(source, sink, n);
         if (check != nullptr) source.check.store_to(check);
         *energy = source.energy.total();
@@ -150,22 +200,28 @@ class Decoder {
         return e < 1024 ? inverse * pow2_wide(e) : inverse;
     }
 
-    // The last factor in two exact steps: next to the ends of the range.
-    void store_later(const Block& b, void* dst, int e) {
+    // Stores values of a block times 2^e; float64, 1/n for a mean as well. Next to the ends of the range in
+    // two exact steps.
+    void store_values(const Block& b, void* dst, float* x, int e) {
+        const int n = b.length;
         if (!is_wide(b.segment->dtype)) {
-            scale_by_power(x_.at, b.length, e);
-            return store_floats(b.segment->dtype, x_.at, b.length, dst, args_.stream);
+            if (e != 0) scale_by_power(x, n, e);
+            return store_floats(b.segment->dtype, x, n, dst, args_.stream);
         }
+        if (wide_factors(e) == 0)
+            return with_any_sink(b, dst, e, args_.stream,
+                                 [&](auto sink) { flow(NearFloats{x}, sink, n); });
         const double inverse = wide_factor(0);
-        for (int i = 0; i < b.length; i++) wide_.at[i] = static_cast<double>(x_.at[i]) * inverse;
-        scale_by_power(wide_.at, b.length, e);
-        store_doubles(wide_.at, b.length, static_cast<double*>(dst));
+        for (int i = 0; i < n; i++) wide_.at[i] = static_cast<double>(x[i]) * inverse;
+        scale_by_power(wide_.at, n, e);
+        store_doubles(wide_.at, n, static_cast<double*>(dst));
     }
 
     const DecodeArgs& args_;
     Centre centre_;
     float half_step_, inverse_;
     Integers q_;
+    Rotator rotator_;
     Floats x_;
     Doubles wide_;
 };
@@ -173,12 +229,13 @@ class Decoder {
 inline void decode(const Batch& batch, const DecodeArgs& args) {
     const FloatEnvironment environment;
     Decoder decoder(args);
-    for (Cursor<LaneWords> c(batch, LaneWords(args.width)); c.next();) {
+    for (Cursor<LaneWords> c(batch, LaneWords(args.width, args.rotations != 0)); c.next();) {
         const i64 place = c.index - batch.lo;
         u32* check = args.check == nullptr ? nullptr : args.check + 2 * place;
-        float* energy = args.energy == nullptr ? nullptr : args.energy + place;
+        u32* energy = args.energy == nullptr ? nullptr : args.energy + place;
+        const float* ratio = args.ratios == nullptr ? nullptr : args.ratios + c.index;
         const u32* words = args.words.data + (c.word - args.words.base);
-        decoder.decode(c.block, args.scales[c.index], words, c.words, check, energy);
+        decoder.decode(c.block, args.scales[c.index], ratio, words, c.words, check, energy);
     }
     if (args.stream) stream_fence();
 }

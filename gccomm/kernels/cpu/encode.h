@@ -1,25 +1,9 @@
 // Lane codecs, forward: scale, round with shared dither, pack; residuals and check words on the way.
 #pragma once
 #include "lanes.h"
-#include "maxima.h"
+#include "energy.h"
 
 namespace gccomm::GCCOMM_LEVEL {
-
-// 2^k in two factors, each within the range of float64.
-struct Power {
-    double first, second;
-    GCCOMM_FN explicit Power(int k) : first(pow2_wide(k >> 1)), second(pow2_wide(k - (k >> 1))) {}
-};
-
-GCCOMM_FN void scale_by_power(double* x, int n, int k) {
-    const Power power(k);
-    for (int i = 0; i < n; i++) x[i] = x[i] * power.first * power.second;
-}
-
-GCCOMM_FN void scale_by_power(float* x, int n, int k) {
-    const float first = pow2(k >> 1), second = pow2(k - (k >> 1));
-    for (int i = 0; i < n; i++) x[i] = x[i] * first * second;
-}
 
 // Noise of the coordinates of a block.
 struct BlockNoise {
@@ -82,48 +66,61 @@ inline void quantise_block(const Source& source, int n, const Rounding& r, Integ
 class Encoder {
  public:
     explicit Encoder(const EncodeArgs& args)
-        : args_(args), limit_(float_below(args.limit)), unit_(static_cast<float>(65536.0 / args.limit)) {
+        : args_(args),
+          clamp_(args.clamp != 0 ? args.clamp : args.limit),
+          even_(float_below(clamp_) == static_cast<double>(clamp_)),
+          limit_(float_below(args.limit)),
+          unit_(static_cast<float>(65536.0 / args.limit)),
+          rotator_(args.rotations),
+          measure_(args.rotations) {
         zero_after(q_, 0);
     }
 
-    void encode(const Block& b, u32 s, u32* words, int count, u32* check) {
+    // `ratio`: the step as a multiple of the scale, or null; `own`: where to leave the block's own scale word.
+    void encode(const Block& b, u32 s, const float* ratio, u32* words, int count, u32* check, u32* own) {
         const bool wide = is_wide(b.segment->dtype);
-        if (nonfinite_scale(s, wide) || s == 0) {
+        if (own != nullptr && args_.rotations == 0) *own = block_maximum(b);
+        if (nonfinite_scale(s, wide) || s == 0 || (ratio != nullptr && *ratio == 0)) {
             __builtin_memset(words, 0, sizeof(u32) * static_cast<u32>(count));
             if (check != nullptr) check[0] = check[1] = 0;
-            return skip(b, s);
+            if (own != nullptr && args_.rotations != 0) *own = measure_.scale(b, nullptr);
+            return skip(b, nonfinite_scale(s, wide));
         }
         const Scale scale = split_scale(s, wide);
-        Rounding r{limit_ / scale.mant, args_.limit, args_.shift << 16, noise_of(b)};
-        if (wide)
+        level_ = scale.mant * (ratio == nullptr ? unit_ : *ratio);
+        const float factor = ratio == nullptr ? limit_ / scale.mant : 65536.0f / level_;
+        Rounding r{factor, clamp_, args_.shift << 16, noise_of(b)};
+        if (args_.rotations != 0)
+            encode_rotated(b, scale, r, check, own);
+        else if (wide)
             encode_wide(b, scale, r, check);
         else
             encode_floats(b, scale, r, check);
-        if (b.length < kBlock) zero_after(q_, b.length);
+        const int n = args_.rotations == 0 ? b.length : padded(b.length);
+        if (n < kBlock) zero_after(q_, n);
         pack(args_.width, q_, count, words);
-        if (b.segment->res_out == 0) return;
-        if (wide)
-            wide_residual(b, scale);
-        else
-            residual(b, scale);
+        if (b.segment->res_out != 0) leave_residual(b, scale);
     }
 
  private:
     template <class Source>
-    void quantise(const Source& source, const Block& b, const Rounding& r, u32* check) {
-        if (limit_ == static_cast<double>(args_.limit))
-            quantise<true>(source, b, r, check);
+    void quantise(const Source& source, int n, const Rounding& r, u32* check) {
+        if (even_)
+            quantise<true>(source, n, r, check);
         else
-            quantise<false>(source, b, r, check);
+            quantise<false>(source, n, r, check);
     }
 
     template <bool even, class Source>
-    void quantise(const Source& source, const Block& b, const Rounding& r, u32* check) {
+    void quantise(const Source& source, int n, const Rounding& r, u32* check) {
         if (check != nullptr)
-            quantise_block<true, even>(source, b.length, r, q_, check);
+            quantise_block<true, even>(source, n, r, q_, check);
         else
-            quantise_block<false, even>(source, b.length, r, q_, nullptr);
+            quantise_block<false, even>(source, n, r, q_, nullptr);
     }
+
+    // Whether a block is read where it lies.
+    static bool direct(const Segment& s) { return s.src != 0 && s.res_in == 0 && s.res_out == 0; }
 
     // 2^-e goes into the factor where that is exact.
     void encode_floats(const Block& b, Scale scale, Rounding& r, u32* check) {
@@ -131,50 +128,113 @@ class Encoder {
         const int exponent = static_cast<int>(bits_of(r.factor) >> 23) - scale.e;
         const bool folds = exponent >= 1 && exponent <= 254;
         if (folds) r.factor = float_of(bits_of(r.factor) - (static_cast<u32>(scale.e) << 23));
-        if (folds && s.src != 0 && s.res_in == 0 && s.res_out == 0)
+        if (folds && direct(s))
             return with_source(s.dtype, block_address(s.src, b),
-                               [&](auto source) { quantise(source, b, r, check); });
+                               [&](auto source) { quantise(source, b.length, r, check); });
         block_values(b, x_.at);
-        if (folds) return quantise(NearFloats{x_.at}, b, r, check);
+        if (folds) return quantise(NearFloats{x_.at}, b.length, r, check);
         for (int i = 0; i < b.length; i++) scaled_.at[i] = x_.at[i];
         scale_by_power(scaled_.at, b.length, -scale.e);
-        quantise(NearFloats{scaled_.at}, b, r, check);
+        quantise(NearFloats{scaled_.at}, b.length, r, check);
     }
 
     void encode_wide(const Block& b, Scale scale, const Rounding& r, u32* check) {
-        const Segment& s = *b.segment;
         const Power power(-scale.e);
-        const double* x = element<const double>(s.src, b.offset);
-        if (s.src == 0 || s.res_in != 0 || s.res_out != 0) {
+        const double* x = element<const double>(b.segment->src, b.offset);
+        if (!direct(*b.segment)) {
             wide_values(b, wide_.at);
             x = wide_.at;
         }
-        quantise(ScaledDoubles{x, power.first, power.second}, b, r, check);
+        quantise(ScaledDoubles{x, power.first, power.second}, b.length, r, check);
     }
 
-    // What the integers leave over. (float32: the product is at least 2^-31, so one multiplication by 2^e
-    // rounds as two do.)
-    void residual(const Block& b, Scale scale) {
+    void encode_rotated(const Block& b, Scale scale, const Rounding& r, u32* check, u32* own) {
+        const Segment& s = *b.segment;
+        const bool wide = is_wide(s.dtype), in_place = direct(s) && b.length == padded(b.length);
+        const auto power = [&](int part) { return -scale.e - floor_log2(static_cast<u32>(part)); };
+        rotator_.set(b);
+        if (wide) {
+            const double* x = in_place ? element<const double>(s.src, b.offset) : wide_.at;
+            if (!in_place) padded_values(b, wide_.at);
+            const Power p(-scale.e);
+            round_rotated(ScaledDoubles{x, p.first, p.second}, b, r, check, own,
+                          [](int part) { return 1.0f / static_cast<float>(part); });
+        } else if (in_place && power(kSmallestPart) <= 127 && power(kBlock) >= -126) {
+            with_source(s.dtype, block_address(s.src, b), [&](auto source) {
+                round_rotated(source, b, r, check, own, [&](int part) { return pow2(power(part)); });
+            });
+        } else {
+            padded_values(b, x_.at);
+            round_staged(b, power, r, check, own);
+        }
+        if (own != nullptr) own_maximum(b, scale.e, own);
+    }
+
+    // Where a power is not that of a normal number: in two steps.
+    template <class Exponent>
+    void round_staged(const Block& b, Exponent power, const Rounding& r, u32* check, u32* own) {
+        const auto first = [&](int part) {
+            const int k = power(part);
+            return k > 127 ? 127 : k < -126 ? -126 : k;
+        };
+        const int n = padded(b.length);
+        for (int i = 0, part; i < n; i += part) {
+            part = part_of(n - i);
+            const float factor = pow2(first(part));
+            for (int j = i; j < i + part; j++) scaled_.at[j] = x_.at[j] * factor;
+        }
+        round_rotated(NearFloats{scaled_.at}, b, r, check, own,
+                      [&](int part) { return pow2(power(part) - first(part)); });
+    }
+
+    template <class Source, class Factor>
+    void round_rotated(Source source, const Block& b, const Rounding& r, u32* check, u32*, Factor factor) {
+        rotator_.rotate(source, b.length, factor);
+        quantise(NearFloats{rotator_.values()}, padded(b.length), r, check);
+    }
+
+    // The scale word of the rotated values, which are normalised by 2^e.
+    void own_maximum(const Block& b, int e, u32* own) {
+        const u32 largest = largest_float(rotator_.values(), padded(b.length));
+        if (largest >= kInfinity)
+            *own = measure_.scale(b, nullptr);
+        else if (is_wide(b.segment->dtype))
+            *own = Measure::wide_word(largest, e);
+        else
+            *own = pattern_times_power(largest, e);
+    }
+
+    // What the integers leave over. (float32: what was sent is a multiple of 2^-54, so one multiplication by
+    // 2^e rounds as two do.)
+    void leave_residual(const Block& b, Scale scale) {
+        const float* sent = sent_values(b);
+        if (is_wide(b.segment->dtype)) {
+            double* out = element<double>(b.segment->res_out, b.offset);
+            const double power = pow2_wide(scale.e);
+            for (int i = 0; i < b.length; i++)
+                out[i] = wide_.at[i] - saturate(static_cast<double>(sent[i]) * power);
+            return;
+        }
         float* out = element<float>(b.segment->res_out, b.offset);
-        const float unit = scale.mant * unit_, power = pow2(scale.e);
-        for (int i = 0; i < b.length; i++)
-            out[i] = x_.at[i] - saturate(static_cast<float>(q_.at[i]) * unit * power);
+        const float power = pow2(scale.e);
+        for (int i = 0; i < b.length; i++) out[i] = x_.at[i] - saturate(sent[i] * power);
     }
 
-    void wide_residual(const Block& b, Scale scale) {
-        double* out = element<double>(b.segment->res_out, b.offset);
-        const float unit = scale.mant * unit_;
-        const double power = pow2_wide(scale.e);
-        for (int i = 0; i < b.length; i++)
-            out[i] = wide_.at[i] - saturate(static_cast<double>(static_cast<float>(q_.at[i]) * unit) * power);
+    // What the integers stand for, without the scale's exponent.
+    const float* sent_values(const Block& b) {
+        const int n = args_.rotations == 0 ? b.length : padded(b.length);
+        for (int i = 0; i < n; i++) scaled_.at[i] = static_cast<float>(q_.at[i]) * level_;
+        if (args_.rotations == 0) return scaled_.at;
+        NearFloats source{scaled_.at};
+        rotator_.unrotate(source, b.length, 1);
+        return rotator_.values();
     }
 
-    // Residual of a block that sends nothing: all of it if its scale is zero, unchanged if that is not
-    // finite.
-    void skip(const Block& b, u32 s) {
+    // Residual of a block that sends nothing: all of it, or unchanged if the scale is not finite.
+    void skip(const Block& b, bool lost) {
         const Segment& segment = *b.segment;
         if (segment.res_out == 0) return;
-        if (s != 0) return keep_residual(b);
+        if (lost) return keep_residual(b);
         if (is_wide(segment.dtype)) {
             wide_values(b, wide_.at);
             store_doubles(wide_.at, b.length, element<double>(segment.res_out, b.offset));
@@ -185,8 +245,13 @@ class Encoder {
     }
 
     const EncodeArgs& args_;
-    float limit_, unit_;  // limit_: the largest float32 that is not above the limit
+    const i32 clamp_;
+    const bool even_;            // whether the clamp is a float32
+    const float limit_, unit_;  // limit_: the largest float32 that is not above the limit
+    float level_ = 0;            // of the block, without the scale's exponent
     Integers q_;
+    Rotator rotator_;
+    Measure measure_;
     Floats x_, scaled_;
     Doubles wide_;
 };
@@ -194,10 +259,13 @@ class Encoder {
 inline void encode(const Batch& batch, const EncodeArgs& args) {
     const FloatEnvironment environment;
     Encoder encoder(args);
-    for (Cursor<LaneWords> c(batch, LaneWords(args.width)); c.next();) {
-        u32* check = args.check == nullptr ? nullptr : args.check + 2 * (c.index - batch.lo);
+    for (Cursor<LaneWords> c(batch, LaneWords(args.width, args.rotations != 0)); c.next();) {
+        const i64 place = c.index - batch.lo;
+        u32* check = args.check == nullptr ? nullptr : args.check + 2 * place;
+        u32* own = args.maxima == nullptr ? nullptr : args.maxima + place;
+        const float* ratio = args.ratios == nullptr ? nullptr : args.ratios + c.index;
         u32* words = args.words.data + (c.word - args.words.base);
-        encoder.encode(c.block, args.scales[c.index], words, c.words, check);
+        encoder.encode(c.block, args.scales[c.index], ratio, words, c.words, check, own);
     }
 }
 

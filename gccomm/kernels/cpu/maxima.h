@@ -70,11 +70,6 @@ inline u32 block_maximum(const Block& b) {
     return plain_maximum(DType::float32, staged.at, b.length);
 }
 
-inline void maxima(const Batch& batch, u32* out) {
-    const FloatEnvironment environment;
-    for (Cursor<NoWords> c(batch, {}); c.next();) out[c.index - batch.lo] = block_maximum(c.block);
-}
-
 inline bool nonfinite(const Batch& batch) {
     const FloatEnvironment environment;
     for (Cursor<NoWords> c(batch, {}); c.next();)

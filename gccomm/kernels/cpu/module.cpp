@@ -42,25 +42,40 @@ void check_lanes(int width, std::int32_t limit) {
     require(limit >= 1 && limit <= 2147418112, "limit outside 1 ... 32767 * 65536");
 }
 
-void maxima(Address table, Index segments, Index lo, Index hi, Address out) {
-    kernels().maxima(batch(table, segments, lo, hi), pointer<std::uint32_t>(out));
+void check_rotations(int rotations) {
+    require(rotations >= 0 && rotations <= 2, "rotations must be 0, 1 or 2");
+}
+
+void maxima(Address table, Index segments, Index lo, Index hi, Address out, Address energy, int rotations) {
+    check_rotations(rotations);
+    kernels().maxima(batch(table, segments, lo, hi),
+                     {pointer<std::uint32_t>(out), pointer<std::uint32_t>(energy), rotations});
 }
 
 void encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
-            int width, std::int32_t limit, std::uint32_t shift, Address check) {
-    check_lanes(width, limit);
+            int width, std::int32_t limit, std::uint32_t shift, Address check, std::int32_t clamp,
+            Address ratios, int rotations, Address maxima) {
+    check_lanes(width, ratios == 0 ? limit : 1);
+    check_rotations(rotations);
+    require(clamp != 0 || ratios == 0, "with ratios a clamp is needed");
+    require(clamp >= 0 && clamp <= 2147418112, "clamp outside 1 ... 32767 * 65536");
     kernels().encode(batch(table, segments, lo, hi), {pointer<const std::uint32_t>(scales),
                                                       {pointer<std::uint32_t>(words), word_base},
                                                       width,
                                                       limit,
                                                       shift,
-                                                      pointer<std::uint32_t>(check)});
+                                                      pointer<std::uint32_t>(check),
+                                                      clamp,
+                                                      pointer<const float>(ratios),
+                                                      rotations,
+                                                      pointer<std::uint32_t>(maxima)});
 }
 
 void decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
             int width, std::int32_t limit, Index n, bool subtract, bool mean, bool stream, Address check,
-            Address energy) {
-    check_lanes(width, limit);
+            Address energy, Address ratios, int rotations, std::int32_t offset) {
+    check_lanes(width, ratios == 0 ? limit : 1);
+    check_rotations(rotations);
     require_ranks(n);
     kernels().decode(batch(table, segments, lo, hi), {pointer<const std::uint32_t>(scales),
                                                       {pointer<std::uint32_t>(words), word_base},
@@ -71,7 +86,10 @@ void decode(Address table, Index segments, Index lo, Index hi, Address scales, A
                                                       mean,
                                                       stream,
                                                       pointer<std::uint32_t>(check),
-                                                      pointer<float>(energy)});
+                                                      pointer<std::uint32_t>(energy),
+                                                      pointer<const float>(ratios),
+                                                      rotations,
+                                                      offset});
 }
 
 ExactArgs exact_args(Address scales, Address words, Index word_base, Index n, bool mean) {
@@ -197,12 +215,14 @@ NB_MODULE(_native, m) {
     using Released = nb::call_guard<nb::gil_scoped_release>;
     namespace g = gccomm;
     m.doc() = "Kernels on blocks of tensors; see gccomm.kernels.";
-    m.def("maxima", &g::maxima, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "out"_a, Released());
+    m.def("maxima", &g::maxima, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "out"_a, "energy"_a = 0,
+          "rotations"_a = 0, Released());
     m.def("encode", &g::encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
-          "width"_a, "limit"_a, "shift"_a, "check"_a = 0, Released());
+          "width"_a, "limit"_a, "shift"_a, "check"_a = 0, "clamp"_a = 0, "ratios"_a = 0, "rotations"_a = 0,
+          "maxima"_a = 0, Released());
     m.def("decode", &g::decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "n"_a, "subtract"_a, "mean"_a, "stream"_a, "check"_a = 0, "energy"_a = 0,
-          Released());
+          "ratios"_a = 0, "rotations"_a = 0, "offset"_a = 0, Released());
     m.def("exact_encode", &g::exact_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
           "word_base"_a, "n"_a, Released());
     m.def("exact_decode", &g::exact_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,

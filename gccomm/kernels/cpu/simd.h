@@ -97,6 +97,48 @@ GCCOMM_FN F clamped(F x, float limit) {
 #endif
 }
 
+// The lanes i and i ^ stride change places.
+template <int stride>
+GCCOMM_FN F exchanged(F x) {
+#if GCCOMM_SIMD == 512
+    if constexpr (stride == 1) return (F)_mm512_permute_ps((__m512)x, 0xB1);
+    if constexpr (stride == 2) return (F)_mm512_permute_ps((__m512)x, 0x4E);
+    if constexpr (stride == 4) return (F)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0xB1);
+    if constexpr (stride == 8) return (F)_mm512_shuffle_f32x4((__m512)x, (__m512)x, 0x4E);
+#elif GCCOMM_SIMD == 256
+    if constexpr (stride == 1) return (F)_mm256_permute_ps((__m256)x, 0xB1);
+    if constexpr (stride == 2) return (F)_mm256_permute_ps((__m256)x, 0x4E);
+    if constexpr (stride == 4) return (F)_mm256_permute2f128_ps((__m256)x, (__m256)x, 1);
+#else
+    if constexpr (stride == 1) return __builtin_shufflevector(x, x, 1, 0, 3, 2);
+    if constexpr (stride == 2) return __builtin_shufflevector(x, x, 2, 3, 0, 1);
+#endif
+}
+
+// a + b in lane i and a - b in lane i + stride, where these hold a and b. (A multiplication by 1 or -1 is
+// exact, so fused or not the bits are the same.)
+template <int stride>
+GCCOMM_FN F lane_butterfly(F x) {
+    const U upper = (iota() & static_cast<u32>(stride)) << (31 - floor_log2(stride));
+#if GCCOMM_SIMD == 512
+    return (F)_mm512_fmadd_ps((__m512)x, (__m512)(upper | 0x3F800000u), (__m512)exchanged<stride>(x));
+#elif GCCOMM_SIMD == 256
+    return (F)_mm256_fmadd_ps((__m256)x, (__m256)(upper | 0x3F800000u), (__m256)exchanged<stride>(x));
+#else
+    return exchanged<stride>(x) + (F)((U)x ^ upper);
+#endif
+}
+
+// x, negated where the top bit of `words << n` is set.
+GCCOMM_FN F flipped(F x, U words, int n) {
+    const U top = U{} + 0x80000000u;
+#if GCCOMM_SIMD == 512
+    return (F)_mm512_ternarylogic_epi32((__m512i)x, (__m512i)(words << n), (__m512i)top, 0x78);
+#else
+    return (F)((U)x ^ ((words << n) & top));
+#endif
+}
+
 GCCOMM_FN U widen(U16 x) { return __builtin_convertvector(x, U); }
 
 // Two vectors of numbers below 2^16 as one of 16-bit numbers. (Named instructions: gcc makes long shuffles of

@@ -29,12 +29,13 @@ struct Segment {
     std::int64_t size, row;        // coordinates of the tensor, and of one row
     std::int64_t block0, nblocks;  // first block in the tensor, number of blocks
     std::int64_t base, word0;      // place of the first block, and of its words, in the batch
-    std::uint32_t key0, key1;      // step key of the tensor
+    std::uint32_t key0, key1;      // step key of the tensor, from which its rounding noise comes
+    std::uint32_t sign0, sign1;    // the step key that all ranks share, for the signs of rotations
     DType dtype;
     std::uint8_t width, digits;  // integers: lane width, or number of 16-bit digits
     std::uint8_t unused[5];
 };
-static_assert(sizeof(Segment) == 96 && offsetof(Segment, key0) == 80 && offsetof(Segment, dtype) == 88);
+static_assert(sizeof(Segment) == 104 && offsetof(Segment, key0) == 80 && offsetof(Segment, dtype) == 96);
 
 // Blocks lo <= block < hi of a batch, and where their words lie.
 struct Batch {
@@ -47,6 +48,11 @@ struct Words {
     std::int64_t base;    // their offset in the batch
 };
 
+struct MaximaArgs {
+    std::uint32_t *out, *energy;  // one a block from block lo on; energy may be null
+    int rotations;
+};
+
 struct EncodeArgs {
     const std::uint32_t* scales;  // of the whole batch
     Words words;
@@ -54,6 +60,10 @@ struct EncodeArgs {
     std::int32_t limit;
     std::uint32_t shift;
     std::uint32_t* check;  // two words a block from block lo on, or null
+    std::int32_t clamp;
+    const float* ratios;  // of the whole batch, or null
+    int rotations;
+    std::uint32_t* maxima;  // one a block from block lo on, or null
 };
 
 struct DecodeArgs {
@@ -64,7 +74,10 @@ struct DecodeArgs {
     std::int64_t n;
     bool subtract, mean, stream;
     std::uint32_t* check;
-    float* energy;  // one a block from block lo on, or null
+    std::uint32_t* energy;  // one a block from block lo on, or null
+    const float* ratios;    // of the whole batch, or null
+    int rotations;
+    std::int32_t offset;
 };
 
 struct ExactArgs {
@@ -85,7 +98,7 @@ using ReduceFunction = void (*)(void* in, void* inout, int* length, void* dataty
 
 // One per instruction-set level.
 struct Kernels {
-    void (*maxima)(const Batch&, std::uint32_t* out);
+    void (*maxima)(const Batch&, const MaximaArgs&);
     void (*encode)(const Batch&, const EncodeArgs&);
     void (*decode)(const Batch&, const DecodeArgs&);
     void (*exact_encode)(const Batch&, const ExactArgs&);

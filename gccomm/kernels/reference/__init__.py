@@ -13,20 +13,21 @@ maximum is 2**-90 or more, or exactly zero.
 
 from __future__ import annotations
 
+from gccomm.kernels.reference.dequantise import (
+    block_energy,
+    centred_sums,
+    decode,
+    dequantise,
+    wide_sums,
+)
+from gccomm.kernels.reference.energies import encoded_maxima, maxima_and_energies
 from gccomm.kernels.reference.exact import exact_decode, exact_encode
 from gccomm.kernels.reference.floats import float_decode, float_encode
 from gccomm.kernels.reference.hashing import block_keys, check_words, coordinate_hash, fmix
 from gccomm.kernels.reference.integers import integer_decode, integer_encode, integer_range
 from gccomm.kernels.reference.packing import pack, unpack
-from gccomm.kernels.reference.quantise import (
-    Encoded,
-    block_energy,
-    centred_sums,
-    decode,
-    dequantise,
-    encode,
-    quantise,
-)
+from gccomm.kernels.reference.quantise import Encoded, encode, quantise
+from gccomm.kernels.reference.rotation import Rotation, padded, rotate, sign_words, unrotate
 from gccomm.kernels.reference.scales import (
     add_residual,
     maxima,
@@ -39,6 +40,7 @@ from gccomm.kernels.reference.scales import (
 
 __all__ = [
     "Encoded",
+    "Rotation",
     "add_residual",
     "block_energy",
     "block_keys",
@@ -48,6 +50,7 @@ __all__ = [
     "decode",
     "dequantise",
     "encode",
+    "encoded_maxima",
     "exact_decode",
     "exact_encode",
     "float_decode",
@@ -57,12 +60,18 @@ __all__ = [
     "integer_encode",
     "integer_range",
     "maxima",
+    "maxima_and_energies",
     "narrow",
     "nonfinite",
     "pack",
+    "padded",
     "quantise",
+    "rotate",
+    "sign_words",
     "split_scale",
     "unpack",
+    "unrotate",
     "usable",
+    "wide_sums",
     "widen",
 ]

@@ -46,7 +46,7 @@ def block_keys(xp: Namespace, t0: Array, t1: Array, blocks: Array) -> tuple[Arra
 
 
 @quiet
-def coordinate_hash(xp: Namespace, k0: Array, k1: Array, length: int) -> Array:
+def coordinate_hash(xp: Namespace, k0: Array, k1: Array, length: int, *, first: int = 0) -> Array:
     """Hash every coordinate of every block.
 
     Parameters
@@ -57,13 +57,16 @@ def coordinate_hash(xp: Namespace, k0: Array, k1: Array, length: int) -> Array:
         Block keys.
     length : int
         Coordinates a block.
+    first : int
+        Position of the first coordinate.
 
     Returns
     -------
     array of uint32, shape (blocks, length)
         The hash H; its upper half is the dither h.
     """
-    x = xp.arange(length, dtype=xp.uint32) * u32(xp, GOLDEN) + k0[:, None]
+    positions = xp.arange(first, first + length, dtype=xp.uint32)
+    x = positions * u32(xp, GOLDEN) + k0[:, None]
     x = x ^ (x >> 16)
     x = x * u32(xp, MULTIPLIER_1)
     x = x ^ (x >> 15)

@@ -10,7 +10,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-__all__ = ["Array", "Namespace", "divide", "floor_log2", "is_wide", "quiet", "scale_by_power", "u32", "view"]
+__all__ = [
+    "Array",
+    "Namespace",
+    "divide",
+    "floor_log2",
+    "is_wide",
+    "power_of_two",
+    "quiet",
+    "scale_by_power",
+    "u32",
+    "view",
+]
 
 Array: TypeAlias = Any
 Namespace: TypeAlias = Any
@@ -55,7 +66,7 @@ def floor_log2(xp: Namespace, s: Array) -> Array:
     return power.astype(xp.int32)
 
 
-def _power_of_two(xp: Namespace, exponent: Array, wide: bool) -> Array:
+def power_of_two(xp: Namespace, exponent: Array, wide: bool) -> Array:
     """Return 2**exponent for int32 exponents of normal numbers, built from the bits."""
     if wide:
         return view((exponent.astype(xp.int64) + 1023) << 52, xp.float64)
@@ -79,5 +90,5 @@ def scale_by_power(xp: Namespace, x: Array, exponent: Array) -> Array:
     """
     first = exponent >> 1
     wide = is_wide(x)
-    x = x * _power_of_two(xp, first, wide)[:, None]
-    return x * _power_of_two(xp, exponent - first, wide)[:, None]
+    x = x * power_of_two(xp, first, wide)[:, None]
+    return x * power_of_two(xp, exponent - first, wide)[:, None]

@@ -10,9 +10,21 @@ import numpy as np
 
 from gccomm.kernels.reference.namespace import Array, Namespace, floor_log2, is_wide, quiet, u32, view
 
-__all__ = ["add_residual", "maxima", "narrow", "nonfinite", "saturate", "split_scale", "usable", "widen"]
+__all__ = [
+    "add_residual",
+    "maxima",
+    "narrow",
+    "nonfinite",
+    "pattern_times_power",
+    "saturate",
+    "split_scale",
+    "upper_words",
+    "usable",
+    "widen",
+]
 
 INFINITY_32 = 0x7F800000
+LARGEST_32 = 0x7F7FFFFF
 INFINITY_64 = 0x7FF00000
 NAN_64 = 0x7FF80000
 LARGEST_64 = 0x7FEFFFFF
@@ -91,7 +103,7 @@ def saturate(xp: Namespace, x: Array) -> Array:
     return xp.where(x > top, top, xp.where(x < -top, -top, x))
 
 
-def _upper_words(xp: Namespace, v: Array) -> Array:
+def upper_words(xp: Namespace, v: Array) -> Array:
     """Return the scale words of float64 numbers: upper halves of the patterns, rounded up."""
     bits = view(xp.abs(v), xp.uint64)
     low = bits & xp.uint64(0xFFFFFFFF)
@@ -120,7 +132,7 @@ def maxima(xp: Namespace, x: Array, residual: Array | None = None) -> Array:
         Bit patterns of the largest magnitudes; float64: the upper halves, rounded up.
     """
     v = add_residual(xp, x, residual)
-    patterns = _upper_words(xp, v) if is_wide(v) else view(v, xp.uint32) & u32(xp, 0x7FFFFFFF)
+    patterns = upper_words(xp, v) if is_wide(v) else view(v, xp.uint32) & u32(xp, 0x7FFFFFFF)
     return xp.max(patterns, axis=1)
 
 
@@ -167,3 +179,34 @@ def split_scale(xp: Namespace, scales: Array, wide: bool) -> tuple[Array, Array]
     zero = scales == 0
     mantissa = view(xp.where(zero, u32(xp, 0x3F800000), pattern), xp.float32)
     return mantissa, xp.where(zero, 0, exponent).astype(xp.int32)
+
+
+def pattern_times_power(xp: Namespace, patterns: Array, exponent: Array) -> Array:
+    """Multiply finite non-negative float32 numbers by 2**exponent, rounded up.
+
+    Parameters
+    ----------
+    xp : module
+        ``numpy`` or ``jax.numpy``.
+    patterns : array of uint32
+        Their bit patterns.
+    exponent : int or array of int32, same shape
+        Exponents, between -300 and 300.
+
+    Returns
+    -------
+    array of uint32, same shape
+        Bit patterns of the products, at most that of the largest finite number.
+    """
+    biased = patterns >> 23
+    fraction = patterns & u32(xp, 0x007FFFFF)
+    whole = xp.where(biased == 0, fraction, fraction | u32(xp, 0x00800000))
+    shift = 23 - floor_log2(xp, whole)
+    whole = whole << shift.astype(xp.uint32)  # a number in [2**23, 2**24)
+    place = xp.where(biased == 0, 1, biased.astype(xp.int32)) - shift + exponent
+    down = xp.clip(1 - place, 0, 24).astype(xp.uint32)
+    subnormal = (whole + (u32(xp, 1) << down) - 1) >> down
+    normal = (xp.clip(place, 0, 254).astype(xp.uint32) << 23) | (whole & u32(xp, 0x007FFFFF))
+    product = xp.where(place >= 1, normal, subnormal)
+    product = xp.where(place >= 255, u32(xp, LARGEST_32), product)
+    return xp.where(patterns == 0, u32(xp, 0), product)
