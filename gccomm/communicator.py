@@ -26,7 +26,7 @@ from gccomm.transfers import Broadcast, Transfer, execute
 __all__ = ["Communicator"]
 
 REDUCTIONS = 64  # option sets whose plans are kept
-_DEFAULT = "uniform"
+_DEFAULT = "rotated"
 INT32_MAX = (1 << 31) - 1  # colors and keys are C ints in MPI
 
 

@@ -28,7 +28,7 @@ class Reducer:
     ----------
     codec : str, Codec, or mapping of str to these
         Codec for every key, or patterns (``fnmatch`` style, the first match wins) to codecs; keys that no
-        pattern matches use "uniform".
+        pattern matches use "rotated".
     comm : Communicator, optional
         Default: that of :func:`gccomm.init`.
     op : str or mapping of str to str
@@ -56,7 +56,7 @@ class Reducer:
     Examples
     --------
     >>> import numpy as np
-    >>> reducer = Reducer("uniform", op="mean")
+    >>> reducer = Reducer("rotated", op="mean")
     >>> grads = reducer({"w": np.ones((64, 64), np.float32), "b": np.zeros(3, np.float32)})
     >>> grads["b"]
     array([0., 0., 0.], dtype=float32)
@@ -64,7 +64,7 @@ class Reducer:
 
     def __init__(
         self,
-        codec: str | Codec | Mapping[str, str | Codec] = "uniform",
+        codec: str | Codec | Mapping[str, str | Codec] = "rotated",
         *,
         comm: Communicator | None = None,
         op: str | Mapping[str, str] = "mean",
@@ -85,7 +85,7 @@ class Reducer:
         else:
             codecs = get_codec(codec)
         options = Options(
-            pattern_choice(codecs, "codec", get_codec("uniform")),
+            pattern_choice(codecs, "codec", get_codec("rotated")),
             pattern_choice(ops, "op", "mean"),
             lambda key, chosen: _feedback(key, chosen.biased if error_feedback is None else error_feedback),
             integer("exact_below", exact_below, "a number of coordinates", 0),

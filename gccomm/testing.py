@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def simulate(
     xs: Sequence[Any] | Callable[[int], Sequence[Any]],
-    codec: str | Codec = "uniform",
+    codec: str | Codec = "rotated",
     op: str = "sum",
     seed: int = 0,
     steps: int = 1,
@@ -88,7 +88,7 @@ def simulate(
 
 def simulate_steps(
     xs: Sequence[Any] | Callable[[int], Sequence[Any]],
-    codec: str | Codec = "uniform",
+    codec: str | Codec = "rotated",
     op: str = "sum",
     seed: int = 0,
     steps: int = 1,

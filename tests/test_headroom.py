@@ -78,7 +78,7 @@ def test_the_first_step_is_no_worse_than_safe() -> None:
 
 @pytest.mark.parametrize(("width", "n"), [(8, 4), (8, 16), (4, 4), (5, 8), (10, 6), (16, 5), (16, 17)])
 def test_failed_spans_give_what_wide_lanes_would(width: int, n: int) -> None:
-    """All ranks alike and c far too small: most spans overflow, in lanes of 16 bits even 16-bit redo lanes."""
+    """All ranks alike and c far too small: most spans overflow; for 16 bits even lanes of 16 bits would."""
     xs = gaussian(1, 0) * n
     y, stats = reduce_with(0.05, xs, f"rotated:headroom=checked,wire_bits={width}")
     assert stats.spans_redone >= 3 * (width > 4)
@@ -220,15 +220,19 @@ def test_nonfinite_and_zero_blocks_leave_the_ratio_alone() -> None:
 
 
 def test_next_ratio() -> None:
-    part = Learnt(total=3.0, parts=2.0, exponent=0, ranks=8, valid=True, reset=False)
+    part = Learnt(4.0, 1.0, 2.0, exponent=0, ranks=8, spans=16, redone=0, valid=True)
     assert next_ratio(None, [part]) == pytest.approx(1.545)
     assert next_ratio(2.0, [part._replace(valid=False)]) == 2.0
     assert next_ratio(None, [part._replace(valid=False)]) == 8.0
-    assert next_ratio(2.0, [part, part._replace(reset=True)]) == 8.0
-    assert next_ratio(2.0, [part._replace(total=1e9)]) == 8.0
-    assert next_ratio(2.0, [part._replace(total=-1.0)]) == 0.05
+    assert next_ratio(2.0, [part, part._replace(redone=3)]) == pytest.approx(1.545)
+    assert next_ratio(2.0, [part, part._replace(redone=4)]) == 4.0
+    assert next_ratio(6.0, [part, part._replace(redone=4)]) == 8.0
+    assert next_ratio(2.0, [part, part._replace(redone=16)]) == 8.0
+    assert next_ratio(2.0, [part._replace(energy=1e9)]) == 8.0
+    assert next_ratio(2.0, [part._replace(noise=9.0)]) == pytest.approx(1.545)
+    assert next_ratio(2.0, [part._replace(energy=0.1, noise=0.09)]) == 0.05
     assert next_ratio(2.0, [part._replace(parts=0.0)]) == 2.0
-    far = [part, part._replace(total=5.0, exponent=-3000), part._replace(exponent=1)]
+    far = [part, part._replace(energy=5.0, exponent=-3000), part._replace(exponent=1)]
     assert next_ratio(2.0, far) == pytest.approx(1.545)
 
 

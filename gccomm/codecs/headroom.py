@@ -6,10 +6,11 @@ most of a lane. ``checked`` takes the step that holds k = 5.4 standard deviation
     step = min(safe step, k sqrt(c E / (half^2 - k^2 n / 12))), at least m / 32767
 
 with E the sum of the ranks' mean energies in a block, half = 2^(w-1) - 1, m the block's maximum, and c one
-number per key, learnt from the last decoded sum: its energy, less the known noise n step^2 / 12, over the sum
-of the ranks' energies (n where there is none yet: it cannot be too small). Two check words a span, linear in
-the integers, tell whether a lane has overflowed; such spans travel again, with the same integers in wider
-lanes, so that the result is what wide lanes would have given.
+number per key, learnt from the last decoded sum: its energy, less the known noise n step^2 / 12, over the
+sum of the ranks' energies (n where there is none yet: it cannot be too small). No more than a quarter of the
+energy counts as noise: with steps as large as the values, errors of ranks cancel, and there is less of it.
+Two check words a span, linear in the integers, tell whether a lane has overflowed; such spans travel again,
+with the same integers in wider lanes, so that the result is what wide lanes would have given.
 
 Everything that ranks must agree on follows from integers and single float64 operations: the same on all.
 """
@@ -44,30 +45,42 @@ Floats = npt.NDArray[np.float64]
 
 
 class Learnt(NamedTuple):
-    """What one segment's sum says about c: the energy of the sum and of its parts, both times 2^(2 exponent).
+    """What one segment's sum says about c.
 
-    ``ranks``: n; ``valid``: no block was non-finite; ``reset``: c must start again at n.
+    ``energy``, ``noise``, ``parts``: of the decoded sum, of its rounding, and of the ranks' blocks, all times
+    2^(2 exponent), spans that were redone left out. ``spans``, ``redone``: how many there are. ``valid``: no
+    block was non-finite.
     """
 
-    total: float
+    energy: float
+    noise: float
     parts: float
     exponent: int
     ranks: int
+    spans: int
+    redone: int
     valid: bool
-    reset: bool
 
 
 def next_ratio(old: float | None, learnt: Sequence[Learnt]) -> float:
-    """Return the next c of a key from what its segments say."""
+    """Return the next c of a key from what its segments say.
+
+    Spans that are redone are left out, but by how many there are: from an eighth of all on c doubles, from a
+    half on it starts again at n.
+    """
     n = learnt[0].ranks
-    if any(x.reset for x in learnt):
+    redone, spans = sum(x.redone for x in learnt), sum(x.spans for x in learnt)
+    if 2 * redone >= spans:
         return float(n)
     top = max(x.exponent for x in learnt)
-    total = math.fsum(math.ldexp(x.total, 2 * (x.exponent - top)) for x in learnt)
-    parts = math.fsum(math.ldexp(x.parts, 2 * (x.exponent - top)) for x in learnt)
+    scaled = [(x.energy, x.noise, x.parts, 2 * (x.exponent - top)) for x in learnt]
+    energy, noise, parts = (math.fsum(math.ldexp(x[k], x[3]) for x in scaled) for k in range(3))
     if parts <= 0 or not all(x.valid for x in learnt):
         return n if old is None else old
-    return min(float(n), max(SMALLEST, MARGIN * (total / parts)))
+    ratio = max(SMALLEST, MARGIN * ((energy - min(noise, energy / 4)) / parts))
+    if 8 * redone >= spans:
+        ratio = 2 * max(ratio, n if old is None else old)
+    return min(float(n), ratio)
 
 
 def checked_steps(x: Operand, ratios: Sequence[float], ctx: Context, width: int, rotations: int) -> Steps:
@@ -155,7 +168,6 @@ class _Checked:
         self.ctx, self.width, self.rotations = replace(ctx, measure=True), width, rotations
         self.starts = _span_starts(x)
         self.failed: list[tuple[int, int]] = []
-        self.reset = np.zeros(x.count, dtype=bool)
 
     def size(self, lo: int, hi: int) -> int:
         """Return the words of all blocks and of the check words behind them."""
@@ -225,7 +237,6 @@ class _Checked:
             rotations=self.rotations, check=check, base=x.base(lo, width),
         )  # fmt: skip
         if width == 32:
-            self.reset[np.searchsorted(x.bounds, lo, "right") - 1] = True
             expected = _join(words[end:])
             return _join(self._wide_check(lo, hi, words[:end], check, width)) == expected
         return bool((self._wide_check(lo, hi, words[:end], check, width) == words[end:]).all())
@@ -250,22 +261,34 @@ class _Checked:
     def learn(self, energies: Words) -> list[Learnt]:
         """Return what each segment's sum says about its key's c."""
         x, n = self.x, self.ctx.size
+        redone = self._leave_out()
         assert x.energy is not None
         bad = x.nonfinite_scales(self.scales)
         values = x.scale_values(np.where(bad, np.uint32(0), self.scales))
         exponents = np.frexp(values)[1]
-        noise = n / 12 * x.codec.carried(x.lengths)
-        parts = energies * (n / 2 * 2.0**-20)
+        noise = np.where(x.energy > 0, n / 12 * x.codec.carried(x.lengths), 0)
+        parts = np.where(redone, 0, energies * (n / 2 * 2.0**-20))
+        owners = np.searchsorted(x.bounds, self.starts, "right") - 1
         found = []
         for i in range(x.count):
             at = slice(int(x.bounds[i]), int(x.bounds[i + 1]))
             top = int(exponents[at].max(initial=-1100))
             squares = np.ldexp(values[at], -top) ** 2
             steps = self.ratios[at].astype(np.float64) ** 2 * squares
-            total = _in_order((x.energy[at] - noise[at]) * steps)
-            whole, valid = _in_order(parts[at] * squares), not bad[at].any()
-            found.append(Learnt(total, whole, top, n, valid, bool(self.reset[i])))
+            sums = [_in_order(v) for v in (x.energy[at] * steps, noise[at] * steps, parts[at] * squares)]
+            spans, again = self.starts[owners == i], redone[self.starts[owners == i]]
+            found.append(Learnt(*sums, top, n, len(spans), int(again.sum()), not bad[at].any()))
         return found
+
+    def _leave_out(self) -> npt.NDArray[np.bool_]:
+        """Forget the energies of redone spans, whose lanes were wrong; return which blocks those are."""
+        x, redone = self.x, np.zeros(self.x.blocks, dtype=bool)
+        assert x.energy is not None
+        assert x.steps is not None
+        for lo, hi in self.failed:
+            redone[lo:hi] = True
+            x.energy[lo:hi] = x.steps[lo:hi] = 0
+        return redone
 
 
 def _in_order(values: Floats) -> float:

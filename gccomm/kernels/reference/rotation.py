@@ -14,8 +14,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-
 from gccomm.kernels.reference.hashing import block_keys, coordinate_hash
 from gccomm.kernels.reference.namespace import Array, Namespace, power_of_two, quiet, u32, view
 
@@ -30,7 +28,7 @@ class Rotation(NamedTuple):
 
     signs: Array
     """uint32, shape (blocks, 2, 32): from :func:`sign_words`."""
-    count: int
+    count: int  # type: ignore[assignment]
     """1, or 2 for two rotations one after the other, with signs of their own."""
 
 
