@@ -415,7 +415,7 @@ def _parts(ended: Sequence[Running]) -> dict[int, list[Any]]:
     """Collect by leaf what the codecs returned."""
     found: dict[int, list[Any]] = {}
     for r in ended:
-        if r.parts is not None:
+        if r.parts is not None and r.operand.codec.stateful:
             for segment, part in zip(r.operand.segments, r.parts, strict=True):
                 found.setdefault(segment.leaf, []).append(part)
     return found
