@@ -7,7 +7,7 @@ lies and write each result where it belongs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from gccomm.steps import Buffer, Context, Words
 if TYPE_CHECKING:
     from gccomm.codecs.base import Codec
 
-__all__ = ["CUT_BLOCKS", "Operand", "segment_table"]
+__all__ = ["CUT_BLOCKS", "Operand", "Sample", "segment_table"]
 
 CUT_BLOCKS = 1024  # operands of whole tensors are summed so many blocks at a time
 CUT_ROOM = (BLOCK + 40) * CUT_BLOCKS
@@ -48,6 +48,19 @@ def _address(array: Buffer | None) -> int:
     return 0 if array is None else kernels.address(array)
 
 
+class Sample(NamedTuple):
+    """What a measured decode of blocks lo to hi left behind: integer energies in lanes of ``width`` bits,
+    scales, and steps over scales.
+    """
+
+    lo: int
+    hi: int
+    energy: Words
+    width: int
+    scales: Words
+    steps: Any
+
+
 class Operand:
     """Blocks of tensors that share codec and op.
 
@@ -67,8 +80,8 @@ class Operand:
         Most words that the blocks may need.
     float64 : bool
         Some tensor is float64 (its scales are upper halves of float64 patterns).
-    energy : array of float64 or None
-        Of a measured decode: sum of the squares of each block's decoded coordinates, in steps^2.
+    samples : list of Sample
+        What measured decodes left behind.
     ranks : int
         Number of ranks n.
     clamps : int
@@ -146,8 +159,7 @@ class Operand:
     def forget(self) -> None:
         """Let go of what belongs to one call."""
         self.overflows, self.direct, self.clamps = {}, None, 0
-        self.energy: npt.NDArray[np.float64] | None = None
-        self.steps: npt.NDArray[np.longdouble] | None = None
+        self.samples: list[Sample] = []
 
     @property
     def feedback(self) -> bool:
@@ -319,16 +331,23 @@ class Operand:
             offset,
         )
         if energy is not None:
-            self._measure(lo, hi, energy, width, scales, 65536 / limit if ratios is None else ratios)
+            steps = 65536 / limit if ratios is None else ratios[lo:hi]
+            self.samples.append(Sample(lo, hi, energy, width, scales[lo:hi].copy(), steps))
 
-    def _measure(self, lo: int, hi: int, energy: Words, width: int, scales: Words, ratios: Any) -> None:
-        """Keep the energies of decoded blocks, in steps^2, and the squares of their steps."""
-        if self.energy is None or self.steps is None:
-            self.energy, self.steps = np.zeros(self.blocks), np.zeros(self.blocks, np.longdouble)
-        self.energy[lo:hi] = energy * 4.0 ** (width - 11)  # it counts squares of 2^(width + 4 - 15) levels
-        finite = np.where(self.nonfinite_scales(scales), np.uint32(0), scales)
-        steps = self.scale_values(finite).astype(np.longdouble) * ratios
-        self.steps[lo:hi] = (steps * steps)[lo:hi]
+    def measured(
+        self, samples: Sequence[Sample]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.longdouble]]:
+        """Return what decodes measured: of each block the sum of the squares of its decoded coordinates, in
+        steps^2, and its step squared; zeros where nothing was measured or a block is not finite.
+        """
+        energy, squares = np.zeros(self.blocks), np.zeros(self.blocks, dtype=np.longdouble)
+        for sample in samples:
+            at = slice(sample.lo, sample.hi)
+            # The kernel counts squares of 2^(width + 4 - 15) levels.
+            energy[at] = sample.energy * 4.0 ** (sample.width - 11)
+            finite = np.where(self.nonfinite_scales(sample.scales), np.uint32(0), sample.scales)
+            squares[at] = (self.scale_values(finite).astype(np.longdouble) * sample.steps) ** 2
+        return energy, squares
 
     # Whole tensors as NumPy arrays
 

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from gccomm.kernels.reference.hashing import block_keys, coordinate_hash
 from gccomm.lanes import FIXED_POINT, safe_limit
 from gccomm.layout import BLOCK, SPAN
+from gccomm.operand import Sample
 from gccomm.steps import Agree, Context, Energies, Redo, Steps, Sum, Words
 
 if TYPE_CHECKING:
@@ -262,11 +263,11 @@ class _Checked:
         """Return what each segment's sum says about its key's c."""
         x, n = self.x, self.ctx.size
         redone = self._leave_out()
-        assert x.energy is not None
+        energy, _ = x.measured(x.samples)
         bad = x.nonfinite_scales(self.scales)
         values = x.scale_values(np.where(bad, np.uint32(0), self.scales))
         exponents = np.frexp(values)[1]
-        noise = np.where(x.energy > 0, n / 12 * x.codec.carried(x.lengths), 0)
+        noise = np.where(energy > 0, n / 12 * x.codec.carried(x.lengths), 0)
         parts = np.where(redone, 0, energies * (n / 2 * 2.0**-20))
         owners = np.searchsorted(x.bounds, self.starts, "right") - 1
         found = []
@@ -275,19 +276,28 @@ class _Checked:
             top = int(exponents[at].max(initial=-1100))
             squares = np.ldexp(values[at], -top) ** 2
             steps = self.ratios[at].astype(np.float64) ** 2 * squares
-            sums = [_in_order(v) for v in (x.energy[at] * steps, noise[at] * steps, parts[at] * squares)]
             spans, again = self.starts[owners == i], redone[self.starts[owners == i]]
-            found.append(Learnt(*sums, top, n, len(spans), int(again.sum()), not bad[at].any()))
+            found.append(
+                Learnt(
+                    energy=_in_order(energy[at] * steps),
+                    noise=_in_order(noise[at] * steps),
+                    parts=_in_order(parts[at] * squares),
+                    exponent=top,
+                    ranks=n,
+                    spans=len(spans),
+                    redone=int(again.sum()),
+                    valid=not bad[at].any(),
+                )
+            )
         return found
 
     def _leave_out(self) -> npt.NDArray[np.bool_]:
         """Forget the energies of redone spans, whose lanes were wrong; return which blocks those are."""
         x, redone = self.x, np.zeros(self.x.blocks, dtype=bool)
-        assert x.energy is not None
-        assert x.steps is not None
         for lo, hi in self.failed:
             redone[lo:hi] = True
-            x.energy[lo:hi] = x.steps[lo:hi] = 0
+            nothing = np.zeros(hi - lo, dtype=np.uint32)
+            x.samples.append(Sample(lo, hi, nothing, self.width, nothing, 0.0))
         return redone
 
 
