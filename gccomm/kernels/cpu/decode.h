@@ -94,7 +94,8 @@ class Decoder {
                 u32* energy) {
         const bool wide = is_wide(b.segment->dtype);
         const Scale scale = split_scale(s, wide);
-        const float step = scale.mant * (ratio == nullptr ? half_step_ : *ratio) * (ratio == nullptr ? 1.0f : 0x1p-15f);
+        const float step =
+            scale.mant * (ratio == nullptr ? half_step_ : *ratio) * (ratio == nullptr ? 1.0f : 0x1p-15f);
         Unrounding r{step, 1.0f, false, args_.offset, args_.width + 4, centre_, noise_of(b)};
         if (s == 0) r.first = 0;
         if (nonfinite_scale(s, wide)) r.first = float_of(0x7FC00000u);
@@ -209,8 +210,7 @@ class Decoder {
             return store_floats(b.segment->dtype, x, n, dst, args_.stream);
         }
         if (wide_factors(e) == 0)
-            return with_any_sink(b, dst, e, args_.stream,
-                                 [&](auto sink) { flow(NearFloats{x}, sink, n); });
+            return with_any_sink(b, dst, e, args_.stream, [&](auto sink) { flow(NearFloats{x}, sink, n); });
         const double inverse = wide_factor(0);
         for (int i = 0; i < n; i++) wide_.at[i] = static_cast<double>(x[i]) * inverse;
         scale_by_power(wide_.at, n, e);

@@ -1,7 +1,7 @@
 // Lane codecs, forward: scale, round with shared dither, pack; residuals and check words on the way.
 #pragma once
-#include "lanes.h"
 #include "energy.h"
+#include "lanes.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
@@ -76,7 +76,8 @@ class Encoder {
         zero_after(q_, 0);
     }
 
-    // `ratio`: the step as a multiple of the scale, or null; `own`: where to leave the block's own scale word.
+    // `ratio`: the step as a multiple of the scale, or null; `own`: where to leave the block's own scale
+    // word.
     void encode(const Block& b, u32 s, const float* ratio, u32* words, int count, u32* check, u32* own) {
         const bool wide = is_wide(b.segment->dtype);
         if (own != nullptr && args_.rotations == 0) *own = block_maximum(b);
@@ -246,9 +247,9 @@ class Encoder {
 
     const EncodeArgs& args_;
     const i32 clamp_;
-    const bool even_;            // whether the clamp is a float32
+    const bool even_;           // whether the clamp is a float32
     const float limit_, unit_;  // limit_: the largest float32 that is not above the limit
-    float level_ = 0;            // of the block, without the scale's exponent
+    float level_ = 0;           // of the block, without the scale's exponent
     Integers q_;
     Rotator rotator_;
     Measure measure_;

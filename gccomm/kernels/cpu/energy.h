@@ -6,7 +6,8 @@
 namespace gccomm::GCCOMM_LEVEL {
 
 constexpr u32 kInfinity = 0x7F800000u;
-constexpr u32 kSmall = 27u << 23;  // 2^-100: blocks whose maximum is below are computed from 2^64 times as much
+constexpr u32 kSmall =
+    27u << 23;  // 2^-100: blocks whose maximum is below are computed from 2^64 times as much
 
 // A sink that keeps only the largest pattern.
 struct LargestSink {
