@@ -146,6 +146,13 @@ class Decoder {
         const float last = r.twice ? r.second : 1.0f;
         r.twice = false;
         rotator_.set(b);
+        if (b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32) {
+            r.first *= rotator_.unscale(kBlock);
+            with_sums(r, check, energy, [&](auto& source) { rotator_.start_whole_back(source); });
+            const bool stream = args_.stream && reinterpret_cast<u64>(dst) % kLineBytes == 0;
+            return with_any_sink(b, dst, e, stream,
+                                 [&](auto sink) { rotator_.finish_whole_back(sink, last); });
+        }
         stage(padded(b.length), r, x_.at, check, energy);
         if (dst == nullptr) return;
         NearFloats source{x_.at};
@@ -172,23 +179,31 @@ class Decoder {
 
     template <class Sink>
     void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, u32* energy) const {
-        if (args_.subtract)
-            dequantise<true>(sink, n, r, check, energy);
-        else
-            dequantise<false>(sink, n, r, check, energy);
+        with_sums(r, check, energy, [&](auto& source) { flow(source, sink, n); });
     }
 
-    template <bool subtract, class Sink>
-    void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, u32* energy) const {
-        if (check == nullptr && energy == nullptr)
-            return flow(SumSource<subtract, none, false>(q_, r), sink, n);
+    // Calls f with the source of the decoded values.
+    template <class Function>
+    void with_sums(const Unrounding& r, u32* check, u32* energy, Function f) const {
+        if (args_.subtract)
+            with_sums<true>(r, check, energy, f);
+        else
+            with_sums<false>(r, check, energy, f);
+    }
+
+    template <bool subtract, class Function>
+    void with_sums(const Unrounding& r, u32* check, u32* energy, Function f) const {
+        if (check == nullptr && energy == nullptr) {
+            SumSource<subtract, none, false> source(q_, r);
+            return f(source);
+        }
         if (energy == nullptr) {
             SumSource<subtract, check_words, false> source(q_, r);
-            flow(source, sink, n);
+            f(source);
             return source.check.store_to(check);
         }
         SumSource<subtract, check_words | energies, false> source(q_, r);
-        flow(source, sink, n);
+        f(source);
         if (check != nullptr) source.check.store_to(check);
         *energy = source.energy.total();
     }

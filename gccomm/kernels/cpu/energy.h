@@ -91,7 +91,8 @@ class Measure {
         const auto factor = [](int part) { return 1.0f / static_cast<float>(part); };
         if (length == kBlock && energy == nullptr) {
             LargestSink sink;
-            rotator_.rotate_whole(source, factor(kBlock), sink);
+            rotator_.start_whole(source, factor(kBlock));
+            rotator_.finish_whole(sink);
             return sink.largest();
         }
         rotator_.rotate(source, length, factor);
