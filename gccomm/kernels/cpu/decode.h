@@ -148,10 +148,10 @@ class Decoder {
         rotator_.set(b);
         if (b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32) {
             r.first *= rotator_.unscale(kBlock);
-            with_sums(r, check, energy, [&](auto& source) { rotator_.start_whole_back(source); });
+            with_sums(r, check, energy, [&](auto& source) GCCOMM_INLINE { rotator_.start_whole_back(source); });
             const bool stream = args_.stream && reinterpret_cast<u64>(dst) % kLineBytes == 0;
             return with_any_sink(b, dst, e, stream,
-                                 [&](auto sink) { rotator_.finish_whole_back(sink, last); });
+                                 [&](auto sink) GCCOMM_INLINE { rotator_.finish_whole_back(sink, last); });
         }
         stage(padded(b.length), r, x_.at, check, energy);
         if (dst == nullptr) return;
@@ -179,7 +179,7 @@ class Decoder {
 
     template <class Sink>
     void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, u32* energy) const {
-        with_sums(r, check, energy, [&](auto& source) { flow(source, sink, n); });
+        with_sums(r, check, energy, [&](auto& source) GCCOMM_INLINE { flow(source, sink, n); });
     }
 
     // Calls f with the source of the decoded values.

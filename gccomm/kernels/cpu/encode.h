@@ -111,7 +111,7 @@ class Encoder {
     // n values -> integers. (Beyond the block, part() gives zeros, which become zeros.)
     template <class Source>
     void quantise(const Source& source, int n, const Rounding& r, u32* check) {
-        with_rounding(r, check, [&](auto& sink) {
+        with_rounding(r, check, [&](auto& sink) GCCOMM_INLINE {
             int i = 0;
             for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
             if (i < n) sink.put(i, source.part(i, n - i));
@@ -191,7 +191,7 @@ class Encoder {
                        Factor factor) {
         if (b.length == kBlock && own == nullptr) {
             rotator_.start_whole(source, factor(kBlock));
-            return with_rounding(r, check, [&](auto& sink) { rotator_.finish_whole(sink); });
+            return with_rounding(r, check, [&](auto& sink) GCCOMM_INLINE { rotator_.finish_whole(sink); });
         }
         rotator_.rotate(source, b.length, factor);
         quantise(NearFloats{rotator_.values()}, padded(b.length), r, check);

@@ -188,7 +188,7 @@ class Rotator {
 
     // A block of 1024, all but the last pass, which is finish_whole().
     template <class Source>
-    void start_whole(Source source, float factor) {
+    GCCOMM_FN void start_whole(Source source, float factor) {
         FlippedSource<Source> flipped{source, signs_[0], factor};
         begin(flipped, 0, kBlock);
         middle_pass(y_.at, kBlock);
@@ -201,7 +201,7 @@ class Rotator {
     }
 
     template <class Sink>
-    void finish_whole(Sink& sink) {
+    GCCOMM_FN void finish_whole(Sink& sink) {
         last_pass<kRadix, false>(y_.at, 0, kBlock, 1, sink);
     }
 
@@ -220,7 +220,7 @@ class Rotator {
 
     // The same of a block of 1024, all but the last pass; the source has multiplied by unscale(kBlock).
     template <class Source>
-    void start_whole_back(Source& source) {
+    GCCOMM_FN void start_whole_back(Source& source) {
         begin(source, 0, kBlock);
         middle_pass(y_.at, kBlock);
         if (count_ < 2) return;
@@ -232,7 +232,7 @@ class Rotator {
     }
 
     template <class Sink>
-    void finish_whole_back(Sink& sink, float factor) {
+    GCCOMM_FN void finish_whole_back(Sink& sink, float factor) {
         FlippedSink<Sink> flipped{sink, signs_[0], factor};
         finish_whole(flipped);
     }
@@ -244,7 +244,7 @@ class Rotator {
 
  private:
     template <class Source>
-    void begin(Source& source, int from, int part) {
+    GCCOMM_FN void begin(Source& source, int from, int part) {
         if (part < kSpan) return first_pass<kSmallestPart>(source, from, from + part, y_.at);
         first_pass<kSpan>(source, from, from + part, y_.at);
     }
