@@ -48,6 +48,7 @@ class Case:
         self.words[:] = 0
         self.scales = np.zeros(self.blocks, dtype=np.uint32)
         self.check = np.zeros((self.blocks, 2), dtype=np.uint32)
+        self.energy = np.zeros(self.blocks, dtype=np.uint32)
         self.table = np.zeros(1, dtype=SEGMENT)
         fields = {
             "src": address(self.x),
@@ -57,6 +58,8 @@ class Case:
             "nblocks": self.blocks,
             "key0": 0x12345678,
             "key1": 0x9ABCDEF0,
+            "sign0": 0x13579BDF,
+            "sign1": 0x2468ACE0,
             "dtype": DTYPE_CODES[dtype],
         }
         for name, value in fields.items():
@@ -67,11 +70,16 @@ class Case:
     def batch(self) -> tuple[int, int]:
         return address(self.table), 1
 
-    def maxima(self, lo: int = 0, hi: int | None = None) -> None:
+    def maxima(
+        self, lo: int = 0, hi: int | None = None, rotations: int = 0, energy: bool = False
+    ) -> None:
         hi = self.blocks if hi is None else hi
-        kernels.maxima(*self.batch, lo, hi, address(self.scales) + 4 * lo)
+        energies = address(self.energy) + 4 * lo if energy else 0
+        kernels.maxima(*self.batch, lo, hi, address(self.scales) + 4 * lo, energies, rotations)
 
-    def encode(self, width: int, check: bool = False, lo: int = 0, hi: int | None = None) -> None:
+    def encode(
+        self, width: int, check: bool = False, lo: int = 0, hi: int | None = None, rotations: int = 0
+    ) -> None:
         hi = self.blocks if hi is None else hi
         base = lo * 1024 * width // 32
         limit = ((1 << (width - 1)) - 1) * 65536 // RANKS
@@ -86,9 +94,18 @@ class Case:
             limit,
             16384,
             address(self.check) if check else 0,
+            rotations=rotations,
         )
 
-    def decode(self, width: int, subtract: bool = True, check: bool = False, stream: bool = True) -> None:
+    def decode(
+        self,
+        width: int,
+        subtract: bool = True,
+        check: bool = False,
+        stream: bool = True,
+        rotations: int = 0,
+        energy: bool = False,
+    ) -> None:
         limit = ((1 << (width - 1)) - 1) * 65536 // RANKS
         kernels.decode(
             *self.batch,
@@ -104,6 +121,8 @@ class Case:
             True,
             stream,
             address(self.check) if check else 0,
+            address(self.energy) if energy else 0,
+            rotations=rotations,
         )
 
     def float_encode(self, wire: str) -> None:
@@ -149,6 +168,26 @@ def measurements(mib: int) -> list[Measurement]:
         ("encode 16 bits", (0.95, 1.0), lambda: single.encode(16)),
         ("decode 16 bits", None, lambda: single.decode(16)),
         ("maxima + encode 8 bits in pieces", None, lambda: single.in_pieces(8)),
+        ("maxima + energy", None, lambda: single.maxima(energy=True)),
+        ("rotate: maxima", (0.9, 1.3), lambda: single.maxima(rotations=1)),
+        ("rotate: maxima + energy", None, lambda: single.maxima(rotations=1, energy=True)),
+        ("rotate: encode 8 bits", None, lambda: single.encode(8, rotations=1)),
+        ("rotate: encode 8 bits + check", (1.35, 2.4), lambda: single.encode(8, check=True, rotations=1)),
+        ("rotate: decode 8 bits", (1.3, 2.3), lambda: single.decode(8, rotations=1)),
+        (
+            "rotate: decode 8 bits, cached",
+            None,
+            lambda: single.decode(8, rotations=1, stream=False),
+        ),
+        ("rotate: decode 8 bits + check", None, lambda: single.decode(8, check=True, rotations=1)),
+        (
+            "rotate: decode 8 bits + check, energy",
+            None,
+            lambda: single.decode(8, check=True, energy=True, rotations=1),
+        ),
+        ("rotate twice: maxima", None, lambda: single.maxima(rotations=2)),
+        ("rotate twice: encode 8 bits + check", None, lambda: single.encode(8, check=True, rotations=2)),
+        ("rotate twice: decode 8 bits", None, lambda: single.decode(8, rotations=2)),
         ("to bfloat16", (0.55, 0.9), lambda: single.float_encode("bfloat16")),
         ("from bfloat16", (0.6, 0.9), lambda: single.float_decode("bfloat16")),
         ("to and from bfloat16 in pieces", None, lambda: single.float_in_pieces("bfloat16")),

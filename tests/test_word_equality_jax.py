@@ -119,6 +119,76 @@ def test_a_large_tensor() -> None:
     compare_lanes("float32", 8, 4, (1024, 1024), True, True)
 
 
+def run_rotated(
+    xp: Any, x: Any, rest: Any, agreed: Any, ratios: Any, sums: Any, t0: Any, t1: Any, shift: Any,
+    *, rotations: int, width: int, n: int, dtype: str,
+) -> dict[str, Any]:  # fmt: skip
+    length, limit = x.shape[1], ln.safe_limit(min(width, 16), n)
+    numbers = xp.arange(x.shape[0], dtype=xp.uint32)
+    rotation = None
+    if rotations:
+        rotation = reference.Rotation(reference.sign_words(xp, t1, t0, numbers), rotations)
+    size = reference.padded(length) if rotations else length
+    hashes = reference.coordinate_hash(xp, *reference.block_keys(xp, t0, t1, numbers), size)
+    step = {"clamp": limit // 2, "ratios": ratios} if n % 2 else {}
+    sent = reference.encode(
+        xp, x, agreed, hashes, shift, width=width, limit=limit, residual=rest, rotation=rotation, **step
+    )
+    words, energies = reference.maxima_and_energies(xp, x, rest, rotation)
+    how = {"n": n, "subtract": True, "offset": n}
+    values = {
+        mean: reference.decode(
+            xp, sums, agreed, hashes, length=length, width=width, limit=limit, mean=mean, dtype=dtype,
+            ratios=step.get("ratios"), rotation=rotation, **how,
+        )
+        for mean in (False, True)
+    }  # fmt: skip
+    centred = reference.centred_sums(xp, reference.unpack(xp, sums, width, size), hashes, **how)
+    return {
+        "maxima": words,
+        "energies": energies,
+        "words": sent.words,
+        "residual": sent.residual,
+        "check words": sent.check,
+        "own maxima": reference.encoded_maxima(xp, x, agreed, rest, step.get("ratios"), rotation),
+        "sum": values[False],
+        "mean": values[True],
+        "energies of sums": reference.block_energy(xp, centred, width),
+    }
+
+
+@pytest.mark.parametrize("length", [1, 65, 700, 768, 1000, 1024])
+@pytest.mark.parametrize(
+    ("dtype", "rotations", "width", "n"),
+    [
+        ("float32", 0, 8, 3),
+        ("float32", 1, 8, 4),
+        ("float32", 1, 32, 3),
+        ("float32", 2, 5, 17),
+        ("float16", 1, 16, 1),
+        ("float16", 2, 4, 2),
+        ("bfloat16", 2, 32, 2),
+        ("bfloat16", 1, 3, 1),
+    ],
+)
+def test_rotated_lane_codec(dtype: str, rotations: int, width: int, n: int, length: int) -> None:
+    rng = np.random.default_rng([rotations, width, length])
+    x, rest = make(dtype, 12, length, rng)
+    maxima, _ = reference.maxima_and_energies(np, x, rest)
+    agreed = np.where(rng.random(12) < 0.4, np.maximum(maxima, rng.permutation(maxima)), maxima)
+    ratios = np.exp2(rng.uniform(-8, 0, 12)).astype(np.float32)
+    ratios[6] = 0
+    size = reference.padded(length) if rotations else length
+    sums = rng.integers(0, 2**32, (12, ln.words(width, size))).astype(np.uint32)
+    key = rng.integers(0, 2**32, 2).astype(np.uint32)
+    run = functools.partial(run_rotated, rotations=rotations, width=width, n=n, dtype=dtype)
+    arrays = (x, rest, agreed, ratios, sums, *key, np.uint32(ln.rank_shift(n // 2, n)))
+    expected = run(np, *arrays)
+    found = jax.jit(functools.partial(run, jnp))(*arrays)
+    for what, value in expected.items():
+        assert_same(found[what], value, what)
+
+
 def run_wires(xp: Any, x: Any, rest: Any, *, n: int, dtype: str) -> list[Any]:
     found: list[Any] = []
     for wire in EXPONENTS:

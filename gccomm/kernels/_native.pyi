@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-def maxima(table: int, nseg: int, lo: int, hi: int, out: int) -> None:
-    """Write the scale word of each block, that of x + residual where there is one, to ``out[block - lo]``."""
+def maxima(table: int, nseg: int, lo: int, hi: int, out: int, energy: int = 0, rotations: int = 0) -> None:
+    """Write the scale word of each block, that of x + residual where there is one, to ``out[block - lo]``.
+
+    With `rotations`, 1 or 2, that of the rotated block; `energy` is the address of uint32[hi - lo] for the
+    energies: sums of ``rint(|y| * 1024 / M)**2`` over the coordinates y of a block, M the largest.
+
+    Raises
+    ------
+    ValueError
+        `rotations` is not 0, 1 or 2.
+    """
 
 def encode(
     table: int,
@@ -26,16 +35,25 @@ def encode(
     limit: int,
     shift: int,
     check: int = 0,
+    clamp: int = 0,
+    ratios: int = 0,
+    rotations: int = 0,
+    maxima: int = 0,
 ) -> None:
     """Round, pack into lanes of `width` bits, and leave residuals behind.
 
-    `limit` is the fixed-point value of the scale (2**-16 levels), `shift` this rank's shift of the dither,
-    `check` the address of uint32[hi - lo][2] for the check words.
+    `limit` is the fixed-point value of the scale (2**-16 levels), `clamp` the largest fixed-point value (0:
+    `limit`), `shift` this rank's shift of the dither, `check` the address of uint32[hi - lo][2] for the check
+    words. `ratios` is the address of float32 for all blocks of the batch, as `scales`: the level of a block
+    as a multiple of its scale (0: the block sends zeros); `limit` is then ignored, and `clamp` needed.
+    `rotations`, 0 to 2, says how often blocks are rotated; rotated blocks have the words of a block whose
+    length is the next multiple of 64. `maxima` is the address of uint32[hi - lo] for the scale words that
+    the blocks have of their own.
 
     Raises
     ------
     ValueError
-        No such width, or a limit outside 1 ... 32767 * 65536.
+        No such width or number of rotations, or a limit or clamp outside 1 ... 32767 * 65536.
     """
 
 def decode(
@@ -54,11 +72,16 @@ def decode(
     stream: bool,
     check: int = 0,
     energy: int = 0,
+    ratios: int = 0,
+    rotations: int = 0,
+    offset: int = 0,
 ) -> None:
     """Turn summed lanes into results.
 
-    `subtract` takes the shared dither off, `stream` writes results past the caches, `energy` is the address
-    of float32[hi - lo] for the sum of squares (in levels) of each block.
+    `subtract` takes the shared dither off, `stream` writes results past the caches, `offset` is added to
+    every sum, in units of 2**-15 levels. `energy` is the address of uint32[hi - lo] for the sum of squares of
+    each block, in units of 2**(width - 11) levels, mod 2**32 (0 for lanes of 32 bits). `limit`, `ratios` and
+    `rotations` are those of :func:`encode`.
     """
 
 def exact_encode(

@@ -94,7 +94,8 @@ class Decoder {
                 u32* energy) {
         const bool wide = is_wide(b.segment->dtype);
         const Scale scale = split_scale(s, wide);
-        const float step = scale.mant * (ratio == nullptr ? half_step_ : *ratio) * (ratio == nullptr ? 1.0f : 0x1p-15f);
+        const float step =
+            scale.mant * (ratio == nullptr ? half_step_ : *ratio) * (ratio == nullptr ? 1.0f : 0x1p-15f);
         Unrounding r{step, 1.0f, false, args_.offset, args_.width + 4, centre_, noise_of(b)};
         if (s == 0) r.first = 0;
         if (nonfinite_scale(s, wide)) r.first = float_of(0x7FC00000u);
@@ -145,6 +146,13 @@ class Decoder {
         const float last = r.twice ? r.second : 1.0f;
         r.twice = false;
         rotator_.set(b);
+        if (b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32) {
+            r.first *= rotator_.unscale(kBlock);
+            with_sums(r, check, energy, [&](auto& source) GCCOMM_INLINE { rotator_.start_whole_back(source); });
+            const bool stream = args_.stream && reinterpret_cast<u64>(dst) % kLineBytes == 0;
+            return with_any_sink(b, dst, e, stream,
+                                 [&](auto sink) GCCOMM_INLINE { rotator_.finish_whole_back(sink, last); });
+        }
         stage(padded(b.length), r, x_.at, check, energy);
         if (dst == nullptr) return;
         NearFloats source{x_.at};
@@ -171,23 +179,31 @@ class Decoder {
 
     template <class Sink>
     void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, u32* energy) const {
-        if (args_.subtract)
-            dequantise<true>(sink, n, r, check, energy);
-        else
-            dequantise<false>(sink, n, r, check, energy);
+        with_sums(r, check, energy, [&](auto& source) GCCOMM_INLINE { flow(source, sink, n); });
     }
 
-    template <bool subtract, class Sink>
-    void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, u32* energy) const {
-        if (check == nullptr && energy == nullptr)
-            return flow(SumSource<subtract, none, false>(q_, r), sink, n);
+    // Calls f with the source of the decoded values.
+    template <class Function>
+    void with_sums(const Unrounding& r, u32* check, u32* energy, Function f) const {
+        if (args_.subtract)
+            with_sums<true>(r, check, energy, f);
+        else
+            with_sums<false>(r, check, energy, f);
+    }
+
+    template <bool subtract, class Function>
+    void with_sums(const Unrounding& r, u32* check, u32* energy, Function f) const {
+        if (check == nullptr && energy == nullptr) {
+            SumSource<subtract, none, false> source(q_, r);
+            return f(source);
+        }
         if (energy == nullptr) {
             SumSource<subtract, check_words, false> source(q_, r);
-            flow(source, sink, n);
+            f(source);
             return source.check.store_to(check);
         }
         SumSource<subtract, check_words | energies, false> source(q_, r);
-        flow(source, sink, n);
+        f(source);
         if (check != nullptr) source.check.store_to(check);
         *energy = source.energy.total();
     }
@@ -209,8 +225,7 @@ class Decoder {
             return store_floats(b.segment->dtype, x, n, dst, args_.stream);
         }
         if (wide_factors(e) == 0)
-            return with_any_sink(b, dst, e, args_.stream,
-                                 [&](auto sink) { flow(NearFloats{x}, sink, n); });
+            return with_any_sink(b, dst, e, args_.stream, [&](auto sink) { flow(NearFloats{x}, sink, n); });
         const double inverse = wide_factor(0);
         for (int i = 0; i < n; i++) wide_.at[i] = static_cast<double>(x[i]) * inverse;
         scale_by_power(wide_.at, n, e);

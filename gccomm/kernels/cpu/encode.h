@@ -1,7 +1,7 @@
 // Lane codecs, forward: scale, round with shared dither, pack; residuals and check words on the way.
 #pragma once
-#include "lanes.h"
 #include "energy.h"
+#include "lanes.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
@@ -28,39 +28,28 @@ struct Rounding {
 template <bool checked, bool even>
 class RoundingSink {
  public:
-    GCCOMM_FN RoundingSink(const Rounding& r, Integers& q)
-        : r_(r), out_(q.at), counter_(r.noise.counter(0)) {}
+    GCCOMM_FN RoundingSink(const Rounding& r, Integers& q) : r_(r), out_(q.at), first_(r.noise.counter(0)) {}
 
     GCCOMM_FN void put(int i, Pair v) {
-        put_vector(i, v.low);
-        put_vector(i + kLanes, v.high);
+        const U counter = first_ + static_cast<u32>(i) * kGolden;
+        put_vector(i, v.low, counter);
+        put_vector(i + kLanes, v.high, counter + BlockNoise::step);
     }
 
     Check check;
 
  private:
-    GCCOMM_FN void put_vector(int i, F v) {
-        const U h = r_.noise.bits(counter_);
+    GCCOMM_FN void put_vector(int i, F v, U counter) {
+        const U h = r_.noise.bits(counter);
         const I q = quantise<VectorOps, even>(v, r_.factor, r_.limit, h + r_.shift);
         store(out_ + i, q);
         if constexpr (checked) check.add(q, h);
-        counter_ += BlockNoise::step;
     }
 
     const Rounding r_;
     i32* out_;
-    U counter_;
+    const U first_;
 };
-
-// n values -> integers. (Beyond the block, part() gives zeros, which become zeros.)
-template <bool checked, bool even, class Source>
-inline void quantise_block(const Source& source, int n, const Rounding& r, Integers& q, u32* check) {
-    RoundingSink<checked, even> sink(r, q);
-    int i = 0;
-    for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
-    if (i < n) sink.put(i, source.part(i, n - i));
-    if constexpr (checked) sink.check.store_to(check);
-}
 
 // What a lane codec does to one block, the block's own scale apart.
 class Encoder {
@@ -76,7 +65,8 @@ class Encoder {
         zero_after(q_, 0);
     }
 
-    // `ratio`: the step as a multiple of the scale, or null; `own`: where to leave the block's own scale word.
+    // `ratio`: the step as a multiple of the scale, or null; `own`: where to leave the block's own scale
+    // word.
     void encode(const Block& b, u32 s, const float* ratio, u32* words, int count, u32* check, u32* own) {
         const bool wide = is_wide(b.segment->dtype);
         if (own != nullptr && args_.rotations == 0) *own = block_maximum(b);
@@ -103,20 +93,29 @@ class Encoder {
     }
 
  private:
-    template <class Source>
-    void quantise(const Source& source, int n, const Rounding& r, u32* check) {
-        if (even_)
-            quantise<true>(source, n, r, check);
-        else
-            quantise<false>(source, n, r, check);
+    // Calls f with the sink for rounding.
+    template <class Function>
+    void with_rounding(const Rounding& r, u32* check, Function f) {
+        if (check == nullptr)
+            return even_ ? with_sink<false, true>(r, nullptr, f) : with_sink<false, false>(r, nullptr, f);
+        return even_ ? with_sink<true, true>(r, check, f) : with_sink<true, false>(r, check, f);
     }
 
-    template <bool even, class Source>
+    template <bool checked, bool even, class Function>
+    void with_sink(const Rounding& r, u32* check, Function f) {
+        RoundingSink<checked, even> sink(r, q_);
+        f(sink);
+        if constexpr (checked) sink.check.store_to(check);
+    }
+
+    // n values -> integers. (Beyond the block, part() gives zeros, which become zeros.)
+    template <class Source>
     void quantise(const Source& source, int n, const Rounding& r, u32* check) {
-        if (check != nullptr)
-            quantise_block<true, even>(source, n, r, q_, check);
-        else
-            quantise_block<false, even>(source, n, r, q_, nullptr);
+        with_rounding(r, check, [&](auto& sink) GCCOMM_INLINE {
+            int i = 0;
+            for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
+            if (i < n) sink.put(i, source.part(i, n - i));
+        });
     }
 
     // Whether a block is read where it lies.
@@ -188,7 +187,12 @@ class Encoder {
     }
 
     template <class Source, class Factor>
-    void round_rotated(Source source, const Block& b, const Rounding& r, u32* check, u32*, Factor factor) {
+    void round_rotated(Source source, const Block& b, const Rounding& r, u32* check, u32* own,
+                       Factor factor) {
+        if (b.length == kBlock && own == nullptr) {
+            rotator_.start_whole(source, factor(kBlock));
+            return with_rounding(r, check, [&](auto& sink) GCCOMM_INLINE { rotator_.finish_whole(sink); });
+        }
         rotator_.rotate(source, b.length, factor);
         quantise(NearFloats{rotator_.values()}, padded(b.length), r, check);
     }
@@ -246,9 +250,9 @@ class Encoder {
 
     const EncodeArgs& args_;
     const i32 clamp_;
-    const bool even_;            // whether the clamp is a float32
+    const bool even_;           // whether the clamp is a float32
     const float limit_, unit_;  // limit_: the largest float32 that is not above the limit
-    float level_ = 0;            // of the block, without the scale's exponent
+    float level_ = 0;           // of the block, without the scale's exponent
     Integers q_;
     Rotator rotator_;
     Measure measure_;

@@ -6,7 +6,8 @@
 namespace gccomm::GCCOMM_LEVEL {
 
 constexpr u32 kInfinity = 0x7F800000u;
-constexpr u32 kSmall = 27u << 23;  // 2^-100: blocks whose maximum is below are computed from 2^64 times as much
+constexpr u32 kSmall =
+    27u << 23;  // 2^-100: blocks whose maximum is below are computed from 2^64 times as much
 
 // A sink that keeps only the largest pattern.
 struct LargestSink {
@@ -90,7 +91,8 @@ class Measure {
         const auto factor = [](int part) { return 1.0f / static_cast<float>(part); };
         if (length == kBlock && energy == nullptr) {
             LargestSink sink;
-            rotator_.rotate_whole(source, factor(kBlock), sink);
+            rotator_.start_whole(source, factor(kBlock));
+            rotator_.finish_whole(sink);
             return sink.largest();
         }
         rotator_.rotate(source, length, factor);

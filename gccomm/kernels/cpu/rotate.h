@@ -186,19 +186,22 @@ class Rotator {
         }
     }
 
-    // A block of 1024 into a sink.
-    template <class Source, class Sink>
-    void rotate_whole(Source source, float factor, Sink& sink) {
+    // A block of 1024, all but the last pass, which is finish_whole().
+    template <class Source>
+    GCCOMM_FN void start_whole(Source source, float factor) {
         FlippedSource<Source> flipped{source, signs_[0], factor};
         begin(flipped, 0, kBlock);
         middle_pass(y_.at, kBlock);
-        if (count_ == 2) {
-            last_pass<kRadix, false>(y_.at, 0, kBlock, 1, near());
-            NearFloats staged{y_.at};
-            FlippedSource<NearFloats> second{staged, signs_[1], 1.0f / 32};
-            begin(second, 0, kBlock);
-            middle_pass(y_.at, kBlock);
-        }
+        if (count_ < 2) return;
+        last_pass<kRadix, false>(y_.at, 0, kBlock, 1, near_);
+        NearFloats staged{y_.at};
+        FlippedSource<NearFloats> second{staged, signs_[1], 1.0f / 32};
+        begin(second, 0, kBlock);
+        middle_pass(y_.at, kBlock);
+    }
+
+    template <class Sink>
+    GCCOMM_FN void finish_whole(Sink& sink) {
         last_pass<kRadix, false>(y_.at, 0, kBlock, 1, sink);
     }
 
@@ -215,32 +218,33 @@ class Rotator {
         }
     }
 
-    // The same of a block of 1024, into a sink.
-    template <class Source, class Sink>
-    void unrotate_whole(Source& source, float factor, Sink& sink) {
-        ScaledSource<Source> scaled{source, unscale(kBlock)};
-        begin(scaled, 0, kBlock);
+    // The same of a block of 1024, all but the last pass; the source has multiplied by unscale(kBlock).
+    template <class Source>
+    GCCOMM_FN void start_whole_back(Source& source) {
+        begin(source, 0, kBlock);
         middle_pass(y_.at, kBlock);
-        if (count_ == 2) {
-            FlippedSink<const NearSink> second{near(), signs_[1], 1};
-            last_pass<kRadix, false>(y_.at, 0, kBlock, 1, second);
-            NearFloats staged{y_.at};
-            begin(staged, 0, kBlock);
-            middle_pass(y_.at, kBlock);
-        }
-        FlippedSink<Sink> flipped{sink, signs_[0], factor};
-        last_pass<kRadix, false>(y_.at, 0, kBlock, 1, flipped);
+        if (count_ < 2) return;
+        FlippedSink<const NearSink> second{near_, signs_[1], 1};
+        last_pass<kRadix, false>(y_.at, 0, kBlock, 1, second);
+        NearFloats staged{y_.at};
+        begin(staged, 0, kBlock);
+        middle_pass(y_.at, kBlock);
     }
 
- private:
+    template <class Sink>
+    GCCOMM_FN void finish_whole_back(Sink& sink, float factor) {
+        FlippedSink<Sink> flipped{sink, signs_[0], factor};
+        finish_whole(flipped);
+    }
+
+    // What a part is multiplied by before it is rotated back.
     float unscale(int part) const {
         return count_ == 2 ? 32.0f / static_cast<float>(part) : part_unscale(part);
     }
 
-    const NearSink& near() const { return near_; }
-
+ private:
     template <class Source>
-    void begin(Source& source, int from, int part) {
+    GCCOMM_FN void begin(Source& source, int from, int part) {
         if (part < kSpan) return first_pass<kSmallestPart>(source, from, from + part, y_.at);
         first_pass<kSpan>(source, from, from + part, y_.at);
     }
@@ -267,7 +271,7 @@ class Rotator {
     int count_;
     Signs signs_[2];
     Floats y_;
-    NearSink near_{{y_.at}};
+    const NearSink near_{{y_.at}};
 };
 
 }  // namespace gccomm::GCCOMM_LEVEL

@@ -7,7 +7,7 @@ import math
 from gccomm.kernels.reference.namespace import Array, Namespace, quiet, scale_by_power, u32, view
 from gccomm.kernels.reference.packing import unpack
 from gccomm.kernels.reference.quantise import check_limit
-from gccomm.kernels.reference.rotation import Rotation, padded, pinned, unrotate
+from gccomm.kernels.reference.rotation import Rotation, padded, unrotate
 from gccomm.kernels.reference.scales import narrow, nonfinite, split_scale
 
 __all__ = ["block_energy", "centred_sums", "decode", "dequantise", "wide_sums"]
@@ -138,7 +138,7 @@ def dequantise(
     step = xp.where(scales == 0, xp.float32(0), step)
     result = centred.astype(xp.float32) * step[:, None]
     if rotation is not None:
-        result = unrotate(xp, pinned(xp, result, scales), rotation, length, scales)
+        result = unrotate(xp, result, rotation, length, scales)
     if wide:
         result = result.astype(xp.float64)
     if mean:

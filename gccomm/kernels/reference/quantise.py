@@ -13,7 +13,7 @@ import numpy as np
 from gccomm.kernels.reference.hashing import check_words
 from gccomm.kernels.reference.namespace import Array, Namespace, is_wide, quiet, scale_by_power, u32, view
 from gccomm.kernels.reference.packing import pack
-from gccomm.kernels.reference.rotation import Rotation, pinned, rotate, unrotate
+from gccomm.kernels.reference.rotation import Rotation, rotate, unrotate
 from gccomm.kernels.reference.scales import add_residual, nonfinite, saturate, split_scale, usable
 
 __all__ = ["Encoded", "check_limit", "encode", "normalise", "quantise"]
@@ -155,7 +155,7 @@ def _rounding_error(
     _, exponent = split_scale(xp, scales, wide)
     sent = q.astype(xp.float32) * level[:, None]
     if rotation is not None:
-        sent = unrotate(xp, pinned(xp, sent, scales), rotation, v.shape[1], scales)
+        sent = unrotate(xp, sent, rotation, v.shape[1], scales)
     error = v - saturate(xp, scale_by_power(xp, sent.astype(v.dtype), exponent))
     error = xp.where(sends[:, None], error, v)
     kept = xp.zeros_like(v) if residual is None else residual

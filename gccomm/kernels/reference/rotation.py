@@ -28,7 +28,7 @@ class Rotation(NamedTuple):
 
     signs: Array
     """uint32, shape (blocks, 2, 32): from :func:`sign_words`."""
-    count: int  # type: ignore[assignment]
+    rotations: int
     """1, or 2 for two rotations one after the other, with signs of their own."""
 
 
@@ -137,17 +137,17 @@ def rotate(xp: Namespace, x: Array, rotation: Rotation, exponent: Array | None =
     x = xp.concatenate([x, xp.zeros((blocks, padded(length) - length), dtype=xp.float32)], axis=1)
     x = _by_part(xp, x, lambda part, size: _scaled(xp, part, exponent, size))
     y = _transform(xp, _flip(xp, x, rotation.signs[:, 0]))
-    if rotation.count == 2:
+    if rotation.rotations == 2:
         return _transform(xp, _flip(xp, y * xp.float32(1 / 32), rotation.signs[:, 1]))
     return _by_part(
         xp, y, lambda part, size: part if size == BLOCK else part * xp.float32(math.sqrt(size / BLOCK))
     )
 
 
-def pinned(xp: Namespace, x: Array, scales: Array) -> Array:
+def _pinned(xp: Namespace, x: Array, scales: Array) -> Array:
     """Return x, float32, in a way that keeps XLA from contracting a product with the sum that follows it.
 
-    The top bit of a scale word is always clear, which no compiler knows.
+    The top bit of a scale word is always clear, which no compiler knows.  (Doing this twice would undo it.)
     """
     return view(view(x, xp.uint32) ^ (scales & u32(xp, 0x80000000))[:, None], xp.float32)
 
@@ -161,7 +161,7 @@ def unrotate(xp: Namespace, y: Array, rotation: Rotation, length: int, scales: A
     xp : module
         ``numpy`` or ``jax.numpy``.
     y : array of float32, shape (blocks, padded(length))
-        Rotated coordinates.
+        Rotated coordinates; may be products, which XLA will not contract.
     rotation : Rotation
         As given to :func:`rotate`.
     length : int
@@ -175,11 +175,11 @@ def unrotate(xp: Namespace, y: Array, rotation: Rotation, length: int, scales: A
     """
 
     def scaled(part: Array, size: int) -> Array:
-        if rotation.count == 2:
+        if rotation.rotations == 2:
             return part * xp.float32(32 / size)
         return part if size == BLOCK else part * xp.float32(32 / math.sqrt(size))
 
-    x = _transform(xp, pinned(xp, _by_part(xp, y, scaled), scales))
-    if rotation.count == 2:
+    x = _transform(xp, _pinned(xp, _by_part(xp, y, scaled), scales))
+    if rotation.rotations == 2:
         x = _transform(xp, _flip(xp, x, rotation.signs[:, 1]))
     return _flip(xp, x, rotation.signs[:, 0])[:, :length]
