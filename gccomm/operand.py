@@ -261,6 +261,7 @@ class Operand:
         check: Words | None = None,
         maxima: Words | None = None,
         grid: npt.NDArray[np.int32] | None = None,
+        subtract: bool = False,
         base: int | None = None,
     ) -> None:
         """Quantise blocks ``lo`` to ``hi`` against ``scales`` into lanes.
@@ -268,7 +269,8 @@ class Operand:
         ``limit`` is the fixed-point value, in 2^-16 levels, that the scale becomes; or ``ratios`` gives each
         block's step over its scale, and ``clamp`` the largest fixed-point value. ``check`` receives two words
         a block, ``maxima`` each block's own scale word (shape (hi - lo,)); ``grid`` is a table to round to;
-        ``base`` is :meth:`base` of another lane width.
+        with ``subtract`` residuals leave out the rank's share of the dither, as :meth:`decode` does; ``base``
+        is :meth:`base` of another lane width.
         """
         kernels.encode(
             self.address,
@@ -287,6 +289,7 @@ class Operand:
             rotations,
             _address(maxima),
             *((_address(grid),) if grid is not None else ()),
+            subtract=subtract,
         )
 
     def decode(

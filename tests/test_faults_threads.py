@@ -32,7 +32,11 @@ def test_interrupt_is_held_back_until_the_call_is_complete():
     before = signal.signal(signal.SIGINT, handler)
     backend.maximum = maximum
     try:
-        for call in (lambda: reducer({"w": GOOD}), lambda: comm.compressed_allreduce(GOOD, codec="uniform"), comm.barrier):
+        for call in (
+            lambda: reducer({"w": GOOD}),
+            lambda: comm.compressed_allreduce(GOOD, codec="uniform"),
+            comm.barrier,
+        ):
             with pytest.raises(KeyboardInterrupt):
                 call()
             assert signal.getsignal(signal.SIGINT) is handler

@@ -132,7 +132,17 @@ def run_rotated(
     hashes = reference.coordinate_hash(xp, *reference.block_keys(xp, t0, t1, numbers), size)
     step = {"clamp": limit // 2, "ratios": ratios} if n % 2 else {}
     sent = reference.encode(
-        xp, x, agreed, hashes, shift, width=width, limit=limit, residual=rest, rotation=rotation, **step
+        xp,
+        x,
+        agreed,
+        hashes,
+        shift,
+        width=width,
+        limit=limit,
+        residual=rest,
+        rotation=rotation,
+        subtract=n % 3 > 0,
+        **step,
     )
     words, energies = reference.maxima_and_energies(xp, x, rest, rotation)
     how = {"n": n, "subtract": True, "offset": n}

@@ -179,7 +179,7 @@ class _Checked:
         x, check = self.x, np.empty((hi - lo, 2), dtype=np.uint32)
         x.encode(
             lo, hi, out, self.scales, self.width, 1, self.ctx,
-            clamp=CLAMP, ratios=self.ratios, rotations=self.rotations, check=check,
+            clamp=CLAMP, ratios=self.ratios, rotations=self.rotations, check=check, subtract=True,
         )  # fmt: skip
         out[x.size(lo, hi) :] = self._by_span(check)
 
@@ -225,7 +225,7 @@ class _Checked:
         end = self._wide_words(lo, hi)
         x.encode(
             lo, hi, out, self.scales, width, 1, self.ctx, clamp=CLAMP, ratios=self.ratios,
-            rotations=self.rotations, check=check, base=x.base(lo, width),
+            rotations=self.rotations, check=check, subtract=True, base=x.base(lo, width),
         )  # fmt: skip
         out[end:] = self._wide_check(lo, hi, out[:end], check, width)
 

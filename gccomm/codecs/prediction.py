@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Observed", "next_scales", "predicted_steps"]
 
-# The maximum of a block varies by a tenth from step to step, and among 10^4 blocks by a half: predictions settle
-# at twice the usual maximum, so that clamps are rare in large arrays too.
+# The maximum of a block varies by a tenth from step to step, and among 10^4 blocks by a half: predictions
+# settle at twice the usual maximum, so that clamps are rare in large arrays too.
 EDGES = np.array([0.2, 0.35, 0.46, 0.54, 0.64, 1.0])  # of a maximum over its prediction
 FACTORS = np.array([0.5, 0.75, 0.9, 0.98, 1.04, 1.3, 1.0, 1.0])  # of the next prediction, by interval
 FIRST = 2.25  # of the first prediction over the agreed maximum
@@ -124,7 +124,7 @@ class _Predicted:
         x, own, end = self.x, np.empty(self.x.blocks, dtype=np.uint32), self.x.size(lo, hi)
         x.encode(
             lo, hi, out, self.scales, self.width, self.limit, self.ctx,
-            rotations=self.rotations, maxima=own,
+            rotations=self.rotations, maxima=own, subtract=self.subtract,
         )  # fmt: skip
         out[end : end + self.counter_words * x.blocks] = self._count(self._intervals(own)).reshape(-1)
         over = np.flatnonzero((own > self.scales) & ~x.nonfinite_scales(own))
@@ -183,8 +183,8 @@ class _Predicted:
 
     def _corrupted(self) -> None:
         msg = (
-            f"rank {self.ctx.rank}: the counters of a sum do not count {self.ctx.size} ranks: it was corrupted "
-            "on the way"
+            f"rank {self.ctx.rank}: the counters of a sum do not count {self.ctx.size} ranks: it was "
+            "corrupted on the way"
         )
         raise BackendError(msg)
 

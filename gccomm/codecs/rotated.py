@@ -113,7 +113,9 @@ class Rotated(Codec):
         yield Sum(
             x.blocks,
             x.size,
-            lambda lo, hi, out: x.encode(lo, hi, out, scales, width, limit, ctx, rotations=rotations),
+            lambda lo, hi, out: x.encode(
+                lo, hi, out, scales, width, limit, ctx, rotations=rotations, subtract=True
+            ),
             lambda lo, hi, words: x.decode(
                 lo, hi, words, scales, width, limit, ctx, subtract=True, rotations=rotations
             ),

@@ -39,6 +39,7 @@ def encode(
     ratios: int = 0,
     rotations: int = 0,
     maxima: int = 0,
+    subtract: bool = False,
 ) -> None:
     """Round, pack into lanes of `width` bits, and leave residuals behind.
 
@@ -48,7 +49,8 @@ def encode(
     as a multiple of its scale (0: the block sends zeros); `limit` is then ignored, and `clamp` needed.
     `rotations`, 0 to 2, says how often blocks are rotated; rotated blocks have the words of a block whose
     length is the next multiple of 64. `maxima` is the address of uint32[hi - lo] for the scale words that
-    the blocks have of their own.
+    the blocks have of their own. `subtract` says that decoding takes the dither off: residuals then leave out
+    this rank's share of it.
 
     Raises
     ------

@@ -227,11 +227,25 @@ class Encoder {
     // What the integers stand for, without the scale's exponent.
     const float* sent_values(const Block& b) {
         const int n = args_.rotations == 0 ? b.length : padded(b.length);
-        for (int i = 0; i < n; i++) scaled_.at[i] = static_cast<float>(q_.at[i]) * level_;
+        if (args_.subtract)
+            undithered(b, n);
+        else
+            for (int i = 0; i < n; i++) scaled_.at[i] = static_cast<float>(q_.at[i]) * level_;
         if (args_.rotations == 0) return scaled_.at;
         NearFloats source{scaled_.at};
         rotator_.unrotate(source, b.length, 1);
         return rotator_.values();
+    }
+
+    // The integers less this rank's own dither, times the level.
+    void undithered(const Block& b, int n) {
+        const BlockNoise noise = noise_of(b);
+        const float unit = level_ * 0x1p-15f;
+        for (int i = 0; i < n; i += kLanes) {
+            const U dither = ((noise.bits(noise.counter(i)) >> 16) + args_.shift) & 0xFFFF;
+            const I v = (load<I>(q_.at + i) << 15) - (I)(dither >> 1) + 16384;
+            store(scaled_.at + i, __builtin_convertvector(v, F) * unit);
+        }
     }
 
     // Residual of a block that sends nothing: all of it, or unchanged if the scale is not finite.

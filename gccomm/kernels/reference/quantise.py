@@ -143,17 +143,19 @@ def quantise(
 def _rounding_error(
     xp: Namespace,
     v: Array,
-    q: Array,
+    sent: Array,
     scales: Array,
     level: Array,
     sends: Array,
     residual: Array | None,
     rotation: Rotation | None,
 ) -> Array:
-    """Return `v` less what `q` stands for; in blocks that are not finite, the old residual."""
+    """Return `v` less what the integers stand for, `sent` levels; in blocks that are not finite, the old
+    residual.
+    """
     wide = is_wide(v)
     _, exponent = split_scale(xp, scales, wide)
-    sent = q.astype(xp.float32) * level[:, None]
+    sent = sent * level[:, None]
     if rotation is not None:
         sent = unrotate(xp, sent, rotation, v.shape[1], scales)
     error = v - saturate(xp, scale_by_power(xp, sent.astype(v.dtype), exponent))
@@ -176,6 +178,7 @@ def encode(
     clamp: int = 0,
     ratios: Array | None = None,
     rotation: Rotation | None = None,
+    subtract: bool = False,
 ) -> Encoded:
     """Round and pack blocks.
 
@@ -191,6 +194,8 @@ def encode(
         Lane width in bits.
     residual : array of float32 (float64 for float64), same shape, optional
         Error carried over from the last step, added to `x`.
+    subtract : bool
+        Whether decoding takes the dither off: the residual then leaves out this rank's share of it.
 
     Returns
     -------
@@ -208,5 +213,11 @@ def encode(
     mantissa, _ = split_scale(xp, scales, is_wide(v))
     level = mantissa * (xp.float32(65536 / limit) if ratios is None else ratios)
     sends = _sends(scales, ratios, is_wide(v))
-    error = _rounding_error(xp, v, q, scales, level, sends, residual, rotation)
+    if subtract:
+        dither = ((hashes >> 16) + u32(xp, shift)) & 0xFFFF
+        sent = (q * 32768 - view(dither >> 1, xp.int32) + 16384).astype(xp.float32)
+        level = level * xp.float32(2.0**-15)
+    else:
+        sent = q.astype(xp.float32)
+    error = _rounding_error(xp, v, sent, scales, level, sends, residual, rotation)
     return Encoded(pack(xp, q, width), error, check_words(xp, hashes, q))
