@@ -35,6 +35,7 @@ from gccomm.errors import BackendError
 from gccomm.operand import Operand
 from gccomm.plan import Plan
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
+from gccomm.sketch import LARGEST, Sketch, chosen
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Context, Energies, FloatSum, OpSum, Redo, Sum, Words
 from gccomm.transfers import Combine, FloatAdd, Maximum, Transfer, WordAdd
@@ -86,6 +87,8 @@ class Job:
         Agree on all pieces in one message (links with latency) instead of piece by piece (shared memory).
     states : mapping of int to dict
         By leaf: what its codec has adapted.
+    measure : bool
+        Estimate the error.
     """
 
     def __init__(
@@ -96,14 +99,23 @@ class Job:
         *,
         whole: bool,
         states: Mapping[int, Any] | None = None,
+        measure: bool = False,
     ) -> None:
         self.plan, self.context, self.whole = plan, context, whole
         self.have, self.states = have, states or {}
+        if measure:
+            self._sketch()
         pieces = plan.agree_words or [0]
         scales = sum(pieces) if whole else max(pieces)
         self.agree = _scratch(HEADER_WORDS + max(scales, SCALE_WORDS))
         self.room = max((sum(x.message_room for x in piece) for piece in plan.pieces), default=0)
         self.words = _scratch(max(SUM_WORDS + self.room + 2, MESSAGE_WORDS))
+
+    def _sketch(self) -> None:
+        """Choose the operands whose errors are measured."""
+        able = [x for x in self.plan.operands if x.codec.sketched and x.coordinates <= LARGEST]
+        for i in chosen(len(able), self.context.step):
+            able[i].sketch = Sketch(able[i])
 
     def start(self, x: Operand) -> Running:
         """Start the codec of an operand."""
@@ -362,8 +374,8 @@ class _Engine:
             stats.float32_bytes += 4 * x.coordinates
             stats.codecs[x.codec.id] = stats.codecs.get(x.codec.id, 0) + x.coordinates
             stats.clamps += x.clamps
-            if self.context.measure and r.step is None:
-                stats.measure([x], self.size)
+            if r.step is None:
+                stats.error.take(x)
 
     def _redo(self, call: Call) -> Moves:
         """Send the spans whose check words were wrong again, all of the call together.
@@ -394,8 +406,7 @@ class _Engine:
         for r in self.late:
             if r.step is not None:
                 raise BackendError(f"codec {r.operand.codec!r} yields a step after its redo: {r.step!r}")
-            if self.context.measure:
-                self.stats.measure([r.operand], self.size)
+            self.stats.error.take(r.operand)
 
 
 def _within(lanes: Sequence[tuple[int, int, int]], lo: int, hi: int) -> tuple[tuple[int, int, int], ...]:

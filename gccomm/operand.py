@@ -20,6 +20,7 @@ from gccomm.steps import Buffer, Context, Words
 
 if TYPE_CHECKING:
     from gccomm.codecs.base import Codec
+    from gccomm.sketch import Sketch
 
 __all__ = ["CUT_BLOCKS", "Operand", "Sample", "segment_table"]
 
@@ -50,7 +51,7 @@ def _address(array: Buffer | None) -> int:
 
 class Sample(NamedTuple):
     """What a measured decode of blocks lo to hi left behind: integer energies in lanes of ``width`` bits,
-    scales, and steps over scales.
+    scales, steps over scales, and how much energy a unit of it stands for.
     """
 
     lo: int
@@ -59,6 +60,7 @@ class Sample(NamedTuple):
     width: int
     scales: Words
     steps: Any
+    weight: int
 
 
 class Operand:
@@ -82,6 +84,8 @@ class Operand:
         Some tensor is float64 (its scales are upper halves of float64 patterns).
     samples : list of Sample
         What measured decodes left behind.
+    sketch : Sketch or None
+        Of the errors, where they are measured.
     ranks : int
         Number of ranks n.
     clamps : int
@@ -98,7 +102,7 @@ class Operand:
         self.address = kernels.address(table)
         self.count = len(self.segments)
         self.specs = [specs[s.leaf] for s in self.segments]
-        geometries = [Geometry.of(spec.row_shape) for spec in self.specs]
+        self.geometries = geometries = [Geometry.of(spec.row_shape) for spec in self.specs]
         pairs = list(zip(geometries, self.segments, strict=True))
         self.lengths = np.concatenate([g.lengths(s.start, s.blocks) for g, s in pairs])
         self.blocks = len(self.lengths)
@@ -160,6 +164,7 @@ class Operand:
         """Let go of what belongs to one call."""
         self.overflows, self.direct, self.clamps = {}, None, 0
         self.samples: list[Sample] = []
+        self.sketch: Sketch | None = None
 
     @property
     def feedback(self) -> bool:
@@ -288,9 +293,11 @@ class Operand:
             _address(ratios),
             rotations,
             _address(maxima),
-            *((_address(grid),) if grid is not None else ()),
             subtract=subtract,
+            **({} if grid is None else {"grid": kernels.address(grid)}),
         )
+        if self.sketch is not None and base is None and hi == self.blocks:
+            self.sketch.project(scales, 65536 / limit if ratios is None else ratios)
 
     def decode(
         self,
@@ -312,7 +319,7 @@ class Operand:
         """Write the results of blocks ``lo`` to ``hi`` from the summed lanes; arguments as of
         :meth:`encode`.
         """
-        energy = np.empty(hi - lo, dtype=np.uint32) if ctx.measure else None
+        energy = np.empty(hi - lo, dtype=np.uint32) if ctx.measure or self.sketch is not None else None
         kernels.decode(
             self.address,
             self.count,
@@ -335,7 +342,8 @@ class Operand:
         )
         if energy is not None:
             steps = 65536 / limit if ratios is None else ratios[lo:hi]
-            self.samples.append(Sample(lo, hi, energy, width, scales[lo:hi].copy(), steps))
+            weight = BLOCK if rotations else 1  # rotated coordinates are 1 / 32 of what they stand for
+            self.samples.append(Sample(lo, hi, energy, width, scales[lo:hi].copy(), steps, weight))
 
     def measured(
         self, samples: Sequence[Sample]
@@ -351,6 +359,15 @@ class Operand:
             finite = np.where(self.nonfinite_scales(sample.scales), np.uint32(0), sample.scales)
             squares[at] = (self.scale_values(finite).astype(np.longdouble) * sample.steps) ** 2
         return energy, squares
+
+    def measured_energy(self, samples: Sequence[Sample]) -> np.longdouble:
+        """Return the squared norm of the sum that was decoded, where it was measured."""
+        energy, squares = self.measured(samples)
+        weights = np.zeros(self.blocks)
+        for sample in samples:
+            weights[sample.lo : sample.hi] = sample.weight
+        total: np.longdouble = (energy * weights * squares).sum()
+        return total
 
     # Whole tensors as NumPy arrays
 
@@ -380,9 +397,13 @@ class Operand:
         kernels.float_encode(where, 1, 0, blocks, kernels.address(values), DTYPE_CODES[dtype])
         return values
 
-    def store(self, i: int, values: Buffer) -> None:
-        """Write the sum's values, 1-D float32 or float64, as segment ``i``'s result."""
-        self._write(self._alone(i), i, values, self.ranks, self.mean)
+    def store(self, i: int, values: Buffer, power: int = 0) -> None:
+        """Write the sum's values, 1-D float32 or float64, times 2^power, as segment ``i``'s result."""
+        n = self.ranks if self.mean else 1
+        if power:  # in float64, divided first: means of numbers near the largest are no larger
+            with np.errstate(over="ignore", under="ignore"):
+                values, n = np.ldexp(values.astype(np.float64) / n, power), 1
+        self._write(self._alone(i), i, values, n, n > 1)
 
     def keep(self, i: int, rest: Buffer) -> None:
         """Set segment ``i``'s next residual, where residuals are kept."""
@@ -398,6 +419,11 @@ class Operand:
             return None
         code = DTYPE_CODES[self._float_dtype()]
         return self._read(self._alone(i, src=residual, res_in=0, dtype=code), i)
+
+    def left(self, i: int) -> Buffer:
+        """Return a copy of segment ``i``'s next residual, as encoding left it."""
+        code = DTYPE_CODES[self._float_dtype()]
+        return self._read(self._alone(i, src=self.table["res_out"][i], res_in=0, dtype=code), i)
 
     def _write(self, row: Any, i: int, values: Buffer, n: int, mean: bool) -> None:
         flat = np.ascontiguousarray(values).reshape(-1)

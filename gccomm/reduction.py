@@ -27,6 +27,7 @@ from gccomm.errors import NegotiationError, NonFiniteError
 from gccomm.lanes import rank_shift
 from gccomm.layout import ITEM_BYTES, PIECE_COORDINATES, LeafSpec
 from gccomm.plan import Plan
+from gccomm.stats import Measured
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
 
@@ -43,6 +44,7 @@ __all__ = [
 
 STREAM_BYTES = 8 << 20  # results larger than this are written past the caches
 PLAN_CACHE = 16
+FIRST_MEASURED = 3  # steps in which errors are measured, before every few
 FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 _STORAGE = {"bfloat16": np.dtype(np.uint16)}
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
@@ -75,7 +77,7 @@ class Options:
     seed: int = 0
     bucket_bytes: int = 25 << 20
     piece_coordinates: int = PIECE_COORDINATES
-    measure: bool = False
+    measure: int = 0  # errors in every so many steps, and the first ones; 0: never
     choices: str = ""
 
     def text(self) -> str:
@@ -139,6 +141,7 @@ class Reduction:
         self.residuals: dict[str, npt.NDArray[np.floating[Any]]] = {}
         self.states: dict[str, KeyState] = {}
         self.known: dict[str, Known] = {}
+        self.error = Measured()  # of the last step that was measured
         self._adapted: str | None = ""
         self._plans: dict[object, Plan] = {}
 
@@ -303,12 +306,13 @@ class Attempt:
             rank_shift(self.place.rank, self.place.size),
             self.reduction.step,
             stream=plan.result_bytes > STREAM_BYTES,
-            measure=self.reduction.options.measure,
             stateful=self.reduction.remember,
         )
         have = [view is not None for view in self._views]
         states = self._states(plan)
-        self.job = Job(plan, context, have, whole=not self.place.one_host, states=states)
+        period, step, whole = self.reduction.options.measure, self.reduction.step, not self.place.one_host
+        measure = period > 0 and (step < FIRST_MEASURED or step % period == 0)
+        self.job = Job(plan, context, have, whole=whole, states=states, measure=measure)
 
     def _states(self, plan: Plan) -> dict[int, State]:
         """Return the states of this call's leaves, as far as they fit their layouts."""
@@ -392,6 +396,9 @@ class Attempt:
         if outcome.error is not None:
             raise outcome.error
         self.reduction.step += 1
+        if outcome.stats.error:
+            self.reduction.error = outcome.stats.error
+        outcome.stats.error = self.reduction.error
         if outcome.present is not None:  # None everywhere stays None, and keeps its residual
             self._absent = {
                 i for i, here in enumerate(outcome.present) if not here and self._views[i] is None

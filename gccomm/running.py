@@ -81,8 +81,30 @@ class Part(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Its words."""
-        return self.step.size(self.lo, self.hi)
+        """Its words, those of a sketch behind them included."""
+        return self.step.size(self.lo, self.hi) + self._sketched
+
+    @property
+    def _sketched(self) -> int:
+        sketch = self.running.operand.sketch
+        return len(sketch.words) if sketch is not None and self.last and isinstance(self.step, Sum) else 0
+
+    def encode(self, out: Words) -> None:
+        """Write its words."""
+        end = len(out) - self._sketched
+        self.step.encode(self.lo, self.hi, out[:end])
+        sketch = self.running.operand.sketch
+        if sketch is not None and end < len(out):
+            out[end:] = sketch.words
+            sketch.give_back()
+
+    def decode(self, words: Words) -> bool:
+        """Hand its sums out; return whether a redone span is right."""
+        end = len(words) - self._sketched
+        sketch = self.running.operand.sketch
+        if sketch is not None and end < len(words):
+            sketch.words[:] = words[end:]
+        return self.step.decode(self.lo, self.hi, words[:end]) is not False
 
 
 class Message(NamedTuple):
@@ -94,7 +116,7 @@ class Message(NamedTuple):
     def encode(self, out: Words) -> None:
         """Write all words."""
         for part, at, end in self._places():
-            part.step.encode(part.lo, part.hi, out[at:end])
+            part.encode(out[at:end])
 
     def lanes(self, base: int) -> Lanes:
         """Return the lanes of the message, ``base`` words into its buffer."""
@@ -108,7 +130,7 @@ class Message(NamedTuple):
         """Hand the sums out, and the generators on; return whether every redone span is right."""
         right = True
         for part, at, end in self._places():
-            right &= part.step.decode(part.lo, part.hi, words[at:end]) is not False
+            right &= part.decode(words[at:end])
         for part in self.parts:
             if part.last:
                 part.running.answer(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,38 @@ import numpy as np
 
 if TYPE_CHECKING:
     from gccomm.operand import Operand, Sample
+    from gccomm.sketch import Sketch
 
 __all__ = ["Stats"]
+
+
+class Measured:
+    """What was measured in one step; added up when asked for."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[Operand, list[Sample], Sketch]] = []
+        self._sums: tuple[np.longdouble, np.longdouble] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._taken) or self._sums is not None
+
+    def take(self, x: Operand) -> None:
+        """Take in what an operand's encoding and decoding left behind."""
+        if x.sketch is not None and x.samples:
+            self._taken.append((x, list(x.samples), x.sketch))
+
+    def vnmse(self) -> float:
+        """Return ||error||^2 / ||sum||^2, NaN where nothing is known."""
+        if self._sums is None:
+            noise, energy = np.longdouble(0), np.longdouble(0)
+            for x, samples, sketch in self._taken:
+                noise += sketch.noise()
+                energy += x.measured_energy(samples)
+            self._sums = noise, energy
+            self._taken.clear()
+        noise, energy = self._sums
+        signal = energy - noise
+        return float(noise / signal) if signal > 0 else float("nan")
 
 
 @dataclass
@@ -45,9 +74,7 @@ class Stats:
     clamps: int = 0
 
     def __post_init__(self) -> None:
-        # No fields: they are what the estimate is made of, and no figures.
-        self._taken: list[tuple[Operand, list[Sample], float]] = []
-        self._measured: tuple[np.longdouble, np.longdouble] | None = None
+        self.error = Measured()  # no field: no figure, but what an estimate is made of
 
     @property
     def ratio(self) -> float:
@@ -56,30 +83,10 @@ class Stats:
 
     @property
     def vnmse_estimate(self) -> float:
-        """Estimated ||error||^2 / ||sum||^2 over the coordinates that a quantised codec carried; NaN where
-        nothing was measured.
+        """Estimated ||error||^2 / ||sum||^2 of what lane codecs carried; NaN where nothing was measured.
 
-        The numerator is known noise (a codec's variance in step^2), the denominator the energy of the decoded
-        sum less that noise.
+        Measured in a part of the data: the error by random projections of all ranks' rounding errors, see
+        :mod:`gccomm.sketch`; the sum by the energy of what was decoded, less the error's. A Reducer measures
+        in its first three steps and every eighth one; in others this is the last estimate.
         """
-        if self._measured is None:
-            self._measured = self._sum_up()
-        noise, energy = self._measured
-        signal = energy - noise
-        return float(noise / signal) if signal > 0 else float("nan")
-
-    def measure(self, operands: Sequence[Operand], size: int) -> None:
-        """Take in the energies that decodes left in ``operands``; they are added up when asked for."""
-        for x in operands:
-            variance = x.codec.noise(size)
-            if variance is not None and x.samples:
-                self._taken.append((x, list(x.samples), variance))
-
-    def _sum_up(self) -> tuple[np.longdouble, np.longdouble]:
-        noise, energy = np.longdouble(0), np.longdouble(0)
-        for x, samples, variance in self._taken:
-            squares, steps = x.measured(samples)
-            noise += variance * (x.codec.carried(x.lengths) * steps * (squares > 0)).sum()
-            energy += (squares * steps).sum()
-        self._taken.clear()
-        return noise, energy
+        return self.error.vnmse()

@@ -126,7 +126,7 @@ def simulate_steps(
         seed,
         bucket_bytes,
         piece_coordinates,
-        measure=True,
+        measure=1,
     )
     first = list(xs(0) if callable(xs) else xs)
     if not first:

@@ -228,6 +228,8 @@ def test_next_ratio() -> None:
     assert next_ratio(2.0, [part, part._replace(redone=4)]) == 4.0
     assert next_ratio(6.0, [part, part._replace(redone=4)]) == 8.0
     assert next_ratio(2.0, [part, part._replace(redone=16)]) == 8.0
+    assert next_ratio(3.0, [part._replace(spans=2, redone=1)]) == pytest.approx(1.545)
+    assert next_ratio(3.0, [part._replace(spans=1, redone=1)]) == 6.0
     assert next_ratio(2.0, [part._replace(energy=1e9)]) == 8.0
     assert next_ratio(2.0, [part._replace(noise=9.0)]) == pytest.approx(1.545)
     assert next_ratio(2.0, [part._replace(energy=0.1, noise=0.09)]) == 0.05

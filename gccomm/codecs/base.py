@@ -67,6 +67,8 @@ class Codec(ABC):
         The rounding noise of an operand differs from rank to rank. (Signs of rotations never do.)
     stateful : bool
         Adapts from step to step, by key, through :meth:`next_state`.
+    sketched : bool
+        Its one SUM is of lanes that ``Operand.encode`` writes, so that its error can be measured.
     reencodes : bool
         May encode again after results were written, so that these must not overwrite the input.
     operation : str or None
@@ -82,6 +84,7 @@ class Codec(ABC):
     unit: ClassVar[str] = "blocks"
     private: ClassVar[bool] = False
     stateful: bool = False
+    sketched: ClassVar[bool] = False
     reencodes: bool = False
     operation: str | None = None
 

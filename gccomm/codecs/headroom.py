@@ -66,20 +66,22 @@ class Learnt(NamedTuple):
 def next_ratio(old: float | None, learnt: Sequence[Learnt]) -> float:
     """Return the next c of a key from what its segments say.
 
-    Spans that are redone are left out, but by how many there are: from an eighth of all on c doubles, from a
-    half on it starts again at n.
+    Spans that are redone are left out, but by how many there are: a single one may be chance, more than that
+    and from an eighth of all on c doubles, from a half on it starts again at n.
     """
     n = learnt[0].ranks
     redone, spans = sum(x.redone for x in learnt), sum(x.spans for x in learnt)
-    if 2 * redone >= spans:
+    if redone > 1 and 2 * redone >= spans:
         return float(n)
+    if redone == spans:
+        return min(float(n), 2 * (n if old is None else old))
     top = max(x.exponent for x in learnt)
     scaled = [(x.energy, x.noise, x.parts, 2 * (x.exponent - top)) for x in learnt]
     energy, noise, parts = (math.fsum(math.ldexp(x[k], x[3]) for x in scaled) for k in range(3))
     if parts <= 0 or not all(x.valid for x in learnt):
         return n if old is None else old
     ratio = max(SMALLEST, MARGIN * ((energy - min(noise, energy / 4)) / parts))
-    if 8 * redone >= spans:
+    if redone > 1 and 8 * redone >= spans:
         ratio = 2 * max(ratio, n if old is None else old)
     return min(float(n), ratio)
 
@@ -297,7 +299,7 @@ class _Checked:
         for lo, hi in self.failed:
             redone[lo:hi] = True
             nothing = np.zeros(hi - lo, dtype=np.uint32)
-            x.samples.append(Sample(lo, hi, nothing, self.width, nothing, 0.0))
+            x.samples.append(Sample(lo, hi, nothing, self.width, nothing, 0.0, 1))
         return redone
 
 

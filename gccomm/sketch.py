@@ -1,0 +1,131 @@
+"""How large the error of a reduction is, measured: random projections of every rank's own rounding errors.
+
+A rank knows what it sent and so its own error e_r; the error of the sum is the sum of the e_r, which nobody
+knows. But projections are linear: each rank multiplies the errors of a block with the same random signs s, and
+the words sum_i s_i e_ri travel behind a sum's lanes. Their sums over the ranks are sum_i s_i e_i, whose mean
+square is ||e||^2, however the errors of ranks depend on one another (N. Alon, Y. Matias and M. Szegedy, "The
+space complexity of approximating the frequency moments", 1996). Blocks are drawn in proportion to their
+squared steps: a few hundred projections say it to a few percent, whatever the blocks' magnitudes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm import kernels
+from gccomm.layout import BLOCK
+
+if TYPE_CHECKING:
+    from gccomm.operand import Operand
+    from gccomm.steps import Words
+
+__all__ = ["LARGEST", "Sketch", "chosen"]
+
+FEW = 4  # operands that are all measured; of more, one
+PROJECTIONS = 512  # of an operand, at most
+LARGEST = 1 << 21  # coordinates of an operand whose errors are kept for a moment
+UNIT = 1 / 64  # of a step, in which projections travel
+
+
+def chosen(count: int, step: int) -> range:
+    """Return which of ``count`` operands are measured in a step: all of a few, one of many, by turns."""
+    return range(count) if count <= FEW else range(step % count, step % count + 1)
+
+
+@lru_cache(maxsize=1)
+def _signs() -> npt.NDArray[np.float32]:
+    """Return signs, shape (PROJECTIONS, BLOCK): the same on all ranks and steps, which the noise is not."""
+    bits = np.random.Generator(np.random.Philox(key=0)).integers(0, 2, (PROJECTIONS, BLOCK))
+    return (2 * bits - 1).astype(np.float32)
+
+
+class Sketch:
+    """Projections of the errors of one operand.
+
+    Attributes
+    ----------
+    words : array of uint32
+        What travels: this rank's, then, summed, all ranks'.
+    """
+
+    def __init__(self, x: Operand) -> None:
+        self.x = x
+        count = min(PROJECTIONS, x.coordinates // 256)
+        self.words = np.zeros(count, dtype=np.uint32)
+        self.blocks = np.zeros(count, dtype=np.int64)  # that the projections are of
+        self.total = 0.0  # sum of all blocks' lengths times squared steps, over the largest step's square
+        self.top = np.longdouble(0)  # the largest step
+        self.steps = np.zeros(x.blocks, dtype=np.longdouble)
+        self.starts = np.cumsum(x.lengths) - x.lengths
+        self.errors = np.empty(x.coordinates, dtype=np.float64 if x.float64 else np.float32)
+        self.lent = not x.feedback
+        if self.lent:
+            self._lend()
+
+    def _lend(self) -> None:
+        """Let encoding leave its errors here, as if they were residuals."""
+        x, item, base = self.x, self.errors.itemsize, kernels.address(self.errors)
+        for i, (geometry, segment) in enumerate(zip(x.geometries, x.segments, strict=True)):
+            inside = int(self.starts[x.bounds[i]]) - geometry.offset(segment.start)
+            x.table["res_out"][i] = np.uint64((base + item * inside) % (1 << 64))
+
+    def give_back(self) -> None:
+        """Stop that."""
+        if self.lent:
+            self.x.table["res_out"] = 0
+
+    def project(self, scales: Words, ratios: Any) -> None:
+        """Write the projections of all blocks, just encoded, in units of their steps (ratio times scale)."""
+        x = self.x
+        finite = np.where(x.nonfinite_scales(scales), np.uint32(0), scales)
+        self.steps = x.scale_values(finite).astype(np.longdouble) * ratios
+        self.top = self.steps.max(initial=0)
+        if self.top == 0 or not len(self.words):
+            return
+        weights = np.cumsum(x.lengths * (self.steps / self.top).astype(np.float64) ** 2)
+        self.total = float(weights[-1])
+        marks = (np.arange(len(self.words)) + 0.5) * (self.total / len(self.words))
+        self.blocks = np.minimum(np.searchsorted(weights, marks), x.blocks - 1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            levels = self._projected() / (self.steps[self.blocks] * UNIT)
+        most = float(2**31 // x.ranks - 1)
+        levels = np.where(np.isfinite(levels), np.clip(np.rint(levels), -most, most), most)
+        self.words[:] = levels.astype(np.int64).astype(np.uint32)
+
+    def _projected(self) -> npt.NDArray[np.float64]:
+        """Return the projections: the k-th of a block is by the k-th signs."""
+        signs, found = _signs(), np.zeros(len(self.blocks))
+        distinct, first, counts = np.unique(self.blocks, return_index=True, return_counts=True)
+        rows = self._rows(distinct)
+        for k in range(min(int(counts.max()), 8)):
+            mine = counts > k
+            found[first[mine] + k] = rows[mine] @ signs[k]
+        for i in np.flatnonzero(counts > 8).tolist():
+            at, count = int(first[i]), int(counts[i])
+            found[at + 8 : at + count] = signs[8:count] @ rows[i]
+        return found
+
+    def _rows(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return the errors of blocks, shape (blocks, BLOCK), zeros behind the short ones."""
+        x = self.x
+        errors = self.errors if self.lent else np.concatenate([x.left(i) for i in range(x.count)])
+        rows = np.zeros((len(blocks), BLOCK), dtype=errors.dtype)
+        full = x.lengths[blocks] == BLOCK
+        starts = self.starts[blocks]
+        rows[full] = errors[starts[full][:, None] + np.arange(BLOCK)]
+        for k in np.flatnonzero(~full).tolist():
+            length = int(x.lengths[blocks[k]])
+            rows[k, :length] = errors[starts[k] : starts[k] + length]
+        return rows
+
+    def noise(self) -> np.longdouble:
+        """Return the estimate of the squared error of the operand's sum, from the summed words."""
+        if self.top == 0:
+            return np.longdouble(0)
+        lengths = self.x.lengths[self.blocks]
+        squares = (self.words.view(np.int32).astype(np.float64) * UNIT) ** 2 / lengths
+        return np.longdouble(squares.mean() * self.total) * self.top**2

@@ -1,0 +1,161 @@
+"""``rotated``: its accuracy over the families of inputs, and what a rotation must not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gccomm_launch import accuracy_families as families
+
+import gccomm
+from gccomm import testing
+from gccomm.errors import NegotiationError
+
+Array = np.ndarray[Any, Any]
+DENSE = ["gaussian", "heavy", "layers", "correlated"]
+ALL = [*DENSE, "embedding"]
+SAFE = {4: 1.3e-3, 16: 2.8e-2, 64: 0.62}
+CHECKED = {4: 6.5e-4, 16: 2.6e-3, 64: 1.05e-2}
+
+
+def measure(codec: str, family: str, n: int, steps: int = 4, coordinates: int = 1 << 17) -> tuple[Any, ...]:
+    """Return vNMSE, its estimate (means from the third step on) and spans redone over all steps."""
+    draw = getattr(families, family)
+    errors, estimates, redone = [], [], 0
+    for step, xs, ys, stats in testing.simulate_steps(
+        lambda s: draw(n, s, 0, coordinates), codec, steps=steps
+    ):
+        exact = np.sum(xs, axis=0, dtype=np.float64)
+        redone += stats[0].spans_redone
+        if step >= 2:
+            errors.append(((ys[0] - exact) ** 2).sum() / (exact**2).sum())
+            estimates.append(stats[0].vnmse_estimate)
+    return np.mean(errors), np.mean(estimates), redone
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("n", [4, 16, 64])
+def test_safe_headroom_is_as_accurate_as_promised(family: str, n: int) -> None:
+    error, estimate, redone = measure("rotated:headroom=safe", family, n)
+    assert error < SAFE[n]
+    assert estimate == pytest.approx(error, rel=0.2)
+    assert redone == 0
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("n", [4, 16, 64])
+def test_checked_headroom_is_as_accurate_as_promised(family: str, n: int) -> None:
+    error, estimate, redone = measure("rotated:headroom=checked", family, n)
+    assert error < CHECKED[n]
+    assert estimate == pytest.approx(error, rel=0.2)
+    assert redone <= 1  # of 8, by chance
+
+
+def test_under_a_percent_of_spans_is_redone() -> None:
+    """Out of 400, fresh draws all."""
+    _, _, redone = measure("rotated:headroom=checked", "gaussian", 4, steps=50, coordinates=1 << 19)
+    assert redone < 4
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_four_bits_on_four_ranks(family: str) -> None:
+    safe, *_ = measure("rotated:headroom=safe,wire_bits=4", family, 4)
+    checked, _, redone = measure("rotated:headroom=checked,wire_bits=4", family, 4)
+    assert safe < 0.42
+    assert checked < 0.28
+    assert checked <= safe * 1.01
+    assert redone <= 1
+
+
+@pytest.mark.parametrize(
+    ("width", "n"), [(2, 1), (3, 2), (4, 4), (5, 8), (6, 16), (8, 2), (8, 64), (10, 17), (16, 4), (16, 64)]
+)
+@pytest.mark.parametrize("headroom", ["safe", "checked"])
+def test_the_estimate_is_right_where_a_rank_has_a_level(width: int, n: int, headroom: str) -> None:
+    codec = f"rotated:wire_bits={width},headroom={headroom}"
+    error, estimate, _ = measure(codec, "gaussian", n, coordinates=1 << 16)
+    assert estimate == pytest.approx(error, rel=0.2)
+
+
+@pytest.mark.parametrize("codec", ["rotated:headroom=safe", "rotated:rotations=2", "rotated:wire_bits=4"])
+def test_unbiased(codec: str) -> None:
+    """Over 400 seeds every coordinate's error has a mean of zero: z-scores of normal size."""
+    rng = np.random.default_rng(1)
+    xs = [
+        (rng.standard_normal(2048) * np.exp(rng.standard_normal(2048))).astype(np.float32) for _ in range(3)
+    ]
+    exact = np.sum(xs, axis=0, dtype=np.float64)
+    errors = np.array([testing.simulate(xs, codec, seed=s)[0][0] - exact for s in range(400)])
+    z = errors.mean(axis=0) / (errors.std(axis=0) / 20)
+    assert np.abs(z).max() < 5.5
+    assert z.std() == pytest.approx(1, abs=0.1)
+
+
+def test_two_rotations_defend_against_input_made_to_defeat_one() -> None:
+    """One coordinate a block: one rotation leaves every coordinate as large, at the edge of its lane."""
+    x = np.zeros(64 * 1024, np.float32)
+    x[::1024] = 1
+    one, _ = testing.simulate([x], "rotated:rotations=1,wire_bits=4", seed=1)
+    two, _ = testing.simulate([x], "rotated:rotations=2,wire_bits=4", seed=1)
+    for ys in (one, two):
+        assert np.abs(ys[0] - x).mean() < 0.05
+    # After two rotations coordinates are like Gaussian ones, whatever the input.
+    pair = [x, -np.roll(x, 1)]
+    exact = np.sum(pair, axis=0)
+    ys, _ = testing.simulate(pair, "rotated:rotations=2", seed=3)
+    assert ((ys[0] - exact) ** 2).sum() / (exact**2).sum() < 5e-4
+
+
+def test_zero_blocks_stay_zero_and_others_share_their_noise() -> None:
+    x = np.zeros(4096, np.float32)
+    x[1024 : 1024 + 3] = 5
+    ys, _ = testing.simulate([x, x], "rotated")
+    assert not ys[0][:1024].any()
+    assert not ys[0][2048:].any()
+    assert np.count_nonzero(ys[0][1024:2048]) > 1000  # noise is spread over the block
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 500, 640, 700, 768, 1000, 1023, 1025, 1100])
+def test_every_length_is_rotated_well(length: int) -> None:
+    """Remainders are cut into powers of two; the error stays that of a full block."""
+    rng = np.random.default_rng(length)
+    xs = [rng.standard_normal((200, length)).astype(np.float32) for _ in range(2)]
+    ys, _ = testing.simulate(xs, "rotated", exact_below=0)
+    exact = np.sum(xs, axis=0, dtype=np.float64)
+    assert ((ys[0] - exact) ** 2).sum() / (exact**2).sum() < 3.5e-4
+
+
+def test_options() -> None:
+    codec = gccomm.get_codec("rotated")
+    assert codec.config() == {
+        "id": "rotated", "wire_bits": 8, "headroom": "auto", "rotations": 1, "scales": "agreed",
+    }  # fmt: skip
+    assert (
+        repr(gccomm.get_codec("rotated:wire_bits=5,headroom=safe")) == "Rotated(wire_bits=5, headroom='safe')"
+    )
+    for option, value in (("headroom", "tight"), ("rotations", 3), ("scales", 1), ("wire_bits", 7)):
+        with pytest.raises(ValueError, match=option):
+            gccomm.get_codec("rotated", **{option: value})
+    with pytest.raises(TypeError, match="rotations"):
+        gccomm.get_codec("rotated", rotations=1.0)
+
+
+@pytest.mark.parametrize(("n", "stateful", "checked"), [(3, True, False), (4, True, True), (4, False, False)])
+def test_which_headroom_is_the_default(n: int, stateful: bool, checked: bool) -> None:
+    """Check words and energies take a fourth message where headroom is checked."""
+    x = np.random.default_rng(0).standard_normal(64 * 1024).astype(np.float32)
+
+    def program(comm: gccomm.Communicator) -> int:
+        if stateful:
+            gccomm.Reducer(comm=comm)({"x": x})
+        else:
+            comm.compressed_allreduce({"x": x})
+        return comm.stats.messages
+
+    assert testing.run(program, ranks=n) == [3 if checked else 2] * n
+
+
+def test_too_many_ranks_are_refused() -> None:
+    with pytest.raises(NegotiationError, match="65537 ranks do not fit in lanes of 2 bits"):
+        gccomm.get_codec("rotated:wire_bits=2").require_size(65537, 4)
