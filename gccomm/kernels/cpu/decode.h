@@ -148,7 +148,9 @@ class Decoder {
         rotator_.set(b);
         if (b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32) {
             r.first *= rotator_.unscale(kBlock);
-            with_sums(r, check, energy, [&](auto& source) GCCOMM_INLINE { rotator_.start_whole_back(source); });
+            stage(kBlock, r, x_.at, check, energy);
+            NearFloats source{x_.at};
+            rotator_.start_whole_back(source);
             const bool stream = args_.stream && reinterpret_cast<u64>(dst) % kLineBytes == 0;
             return with_any_sink(b, dst, e, stream,
                                  [&](auto sink) GCCOMM_INLINE { rotator_.finish_whole_back(sink, last); });

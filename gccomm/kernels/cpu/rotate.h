@@ -7,9 +7,9 @@
 namespace gccomm::GCCOMM_LEVEL {
 
 #if GCCOMM_SIMD == 512
-constexpr int kSpan = 128, kRadix = 8;
+constexpr int kSpan = 256, kRadix = 4;
 #else
-constexpr int kSpan = 64, kRadix = 4;  // with half the registers, of half the size: a pass more
+constexpr int kSpan = 64, kRadix = 4;  // with half the registers: a pass more
 #endif
 
 template <int value>
@@ -103,7 +103,6 @@ inline void middle_pass(float* x, int length) {
 inline void finish_part(float* x, int length, float scale) {
     const NearSink sink{{x}};
     middle_pass(x, length);
-    if (length >= kSpan * kRadix) return last_pass<kRadix, true>(x, 0, length, scale, sink);
     if (length >= kSpan * 4) return last_pass<4, true>(x, 0, length, scale, sink);
     if (length >= kSpan * 2) return last_pass<2, true>(x, 0, length, scale, sink);
     last_pass<1, true>(x, 0, length, scale, sink);
@@ -245,8 +244,12 @@ class Rotator {
  private:
     template <class Source>
     GCCOMM_FN void begin(Source& source, int from, int part) {
-        if (part < kSpan) return first_pass<kSmallestPart>(source, from, from + part, y_.at);
-        first_pass<kSpan>(source, from, from + part, y_.at);
+        if (part >= kSpan)
+            first_pass<kSpan>(source, from, from + part, y_.at);
+        else if (part == kSmallestPart)
+            first_pass<kSmallestPart>(source, from, from + part, y_.at);
+        else
+            first_pass<2 * kSmallestPart>(source, from, from + part, y_.at);
     }
 
     void again(int from, int part) {
