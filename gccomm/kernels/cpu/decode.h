@@ -21,11 +21,7 @@ struct Energy {
         const U level = (U)(((v + (1 << (shift - 1))) >> shift) & inside);
         squares += level * level;
     }
-    GCCOMM_FN u32 total() const {
-        u32 sum = 0;
-        for (int k = 0; k < kLanes; k++) sum += squares[k];
-        return sum;
-    }
+    GCCOMM_FN u32 total() const { return sum_of_lanes(squares); }
 };
 
 // What goes into a sum besides the values.

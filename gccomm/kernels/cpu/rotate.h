@@ -66,7 +66,7 @@ GCCOMM_FN void first_pass(Source& source, int from, int to, float* out) {
 }
 
 // The strides from 1 to length / 2 / radix of `length` coordinates are done; this does the others. They go to
-// `sink` times `scale`.
+// `sink` times `scale`; to a sink of columns, all that lie length / radix apart at a time.
 template <int radix, bool scaled, class Sink>
 GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink& sink) {
     const int stride = length / radix;
@@ -78,13 +78,17 @@ GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink
         });
         vector_butterflies(low);
         vector_butterflies(high);
-        unrolled<radix>([&](auto k) GCCOMM_INLINE {
-            const Pair pair{low[k.at], high[k.at]};
-            if constexpr (scaled)
-                sink.put(j + k.at * stride, {pair.low * scale, pair.high * scale});
-            else
-                sink.put(j + k.at * stride, pair);
-        });
+        if constexpr (Sink::columns) {
+            sink.put_column(j, low, high);
+        } else {
+            unrolled<radix>([&](auto k) GCCOMM_INLINE {
+                const Pair pair{low[k.at], high[k.at]};
+                if constexpr (scaled)
+                    sink.put(j + k.at * stride, {pair.low * scale, pair.high * scale});
+                else
+                    sink.put(j + k.at * stride, pair);
+            });
+        }
     }
 }
 
@@ -150,6 +154,7 @@ struct ScaledSource {
 // Signs, then values times a factor.
 template <class Sink>
 struct FlippedSink {
+    static constexpr bool columns = false;
     Sink& sink;
     const Signs& signs;
     float factor;

@@ -129,6 +129,23 @@ GCCOMM_FN F lane_butterfly(F x) {
 #endif
 }
 
+// The sum, or the largest, of all lanes.
+template <int stride = kLanes / 2>
+GCCOMM_FN u32 sum_of_lanes(U x) {
+    if constexpr (stride > 0)
+        return sum_of_lanes<stride / 2>(x + (U)exchanged<stride>((F)x));
+    else
+        return x[0];
+}
+
+template <int stride = kLanes / 2>
+GCCOMM_FN i32 largest_lane(I x) {
+    if constexpr (stride > 0)
+        return largest_lane<stride / 2>(larger(x, (I)exchanged<stride>((F)x)));
+    else
+        return x[0];
+}
+
 // x, negated where the top bit of `words << n` is set.
 GCCOMM_FN F flipped(F x, U words, int n) {
     const U top = U{} + 0x80000000u;
