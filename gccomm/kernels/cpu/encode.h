@@ -1,101 +1,9 @@
 // Lane codecs, forward: scale, round with shared dither, pack; residuals and check words on the way.
 #pragma once
 #include "energy.h"
-#include "lanes.h"
+#include "rounding.h"
 
 namespace gccomm::GCCOMM_LEVEL {
-
-// Noise of the coordinates of a block.
-struct BlockNoise {
-    BlockKey key;
-    static constexpr u32 step = static_cast<u32>(kLanes) * kGolden;
-    GCCOMM_FN U counter(int i) const { return (iota() + static_cast<u32>(i)) * kGolden + key.k0; }
-    GCCOMM_FN U bits(U counter) const { return noise(counter, key.k1); }
-};
-
-GCCOMM_FN BlockNoise noise_of(const Block& b) {
-    return {block_key(b.segment->key0, b.segment->key1, static_cast<u32>(b.number))};
-}
-
-struct Rounding {
-    float factor;
-    i32 limit;
-    u32 shift;  // in the upper half
-    BlockNoise noise;
-};
-
-// What the sinks that round have in common: values become integers, whose check words are summed.
-template <bool checked, bool even>
-class Rounder {
- public:
-    static constexpr bool columns = false;
-    GCCOMM_FN explicit Rounder(const Rounding& r) : r_(r), first_(r.noise.counter(0)) {}
-
-    Check check;
-
- protected:
-    GCCOMM_FN I round(F v, U counter) {
-        const U h = r_.noise.bits(counter);
-        const I q = quantise<VectorOps, even>(v, r_.factor, r_.limit, h + r_.shift);
-        if constexpr (checked) check.add(q, h);
-        return q;
-    }
-    GCCOMM_FN U counter(int i) const { return first_ + static_cast<u32>(i) * kGolden; }
-
- private:
-    const Rounding r_;
-    const U first_;
-};
-
-// Pairs come one after the other if `ordered`; integers go to `q`.
-template <bool checked, bool even, bool ordered>
-class RoundingSink : public Rounder<checked, even> {
- public:
-    GCCOMM_FN RoundingSink(const Rounding& r, i32* q)
-        : Rounder<checked, even>(r), out_(q), next_(this->counter(0)) {}
-
-    GCCOMM_FN void put(int i, Pair v) {
-        const U c = ordered ? next_ : this->counter(i);
-        store(out_ + i, this->round(v.low, c));
-        store(out_ + i + kLanes, this->round(v.high, c + BlockNoise::step));
-        if constexpr (ordered) next_ += 2 * BlockNoise::step;
-    }
-
- private:
-    i32* out_;
-    U next_;
-};
-
-// Packs as it rounds: for blocks of 1024 in 4, 8 or 16 bits, where coordinates 256 apart share words.
-template <bool checked, int width>
-class PackingSink : public Rounder<checked, true> {
- public:
-    static constexpr bool columns = true;
-    GCCOMM_FN PackingSink(const Rounding& r, u32* words) : Rounder<checked, true>(r), words_(words) {}
-
-    GCCOMM_FN void put_column(int j, const F (&low)[4], const F (&high)[4]) {
-        put_vectors(j, low);
-        put_vectors(j + kLanes, high);
-    }
-
- private:
-    GCCOMM_FN void put_vectors(int j, const F (&v)[4]) {
-        U q[4];
-        unrolled<4>([&](auto k)
-                        GCCOMM_INLINE { q[k.at] = (U)this->round(v[k.at], this->counter(j + 256 * k.at)); });
-        if constexpr (width == 16) {
-            store(words_ + j, q[0] + (q[2] << 16));
-            store(words_ + j + 256, q[1] + (q[3] << 16));
-            return;
-        }
-        const U word = q[0] + (q[1] << 8) + (q[2] << 16) + (q[3] << 24);
-        if (width == 8 || j < 128) return store(words_ + j, word);
-        u32* other = words_ + j - 128;
-        store(other, load<U>(other) + (word << 4));
-    }
-
-    u32* words_;
-};
 
 // Where the words of a block go, and what else is asked for, or null.
 struct Outputs {
@@ -109,13 +17,16 @@ class Encoder {
  public:
     explicit Encoder(const EncodeArgs& args)
         : args_(args),
-          clamp_(args.clamp != 0 ? args.clamp : args.limit),
+          clamp_(args.grid != nullptr ? *args.grid << 15
+                 : args.clamp != 0    ? args.clamp
+                                      : args.limit),
           even_(float_below(clamp_) == static_cast<double>(clamp_)),
           limit_(float_below(args.limit)),
           unit_(static_cast<float>(65536.0 / args.limit)),
           rotator_(args.rotations),
           measure_(args.rotations) {
         zero_after(q_, 0);
+        if (args.grid != nullptr) grid_.set(args.grid);
     }
 
     // `ratio`: the step as a multiple of the scale, or null.
@@ -164,14 +75,17 @@ class Encoder {
         if (check != nullptr) sink.check.store_to(check);
     }
 
-    // n values -> integers. (Beyond the block, part() gives zeros, which become zeros.)
+    // n values -> integers.
     template <class Source>
     void quantise(const Source& source, int n, const Rounding& r, u32* check) {
-        with_rounding<true>(r, check, [&](auto& sink) GCCOMM_INLINE {
+        const auto round = [&](auto& sink) GCCOMM_INLINE {
             int i = 0;
             for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
-            if (i < n) sink.put(i, source.part(i, n - i));
-        });
+            if (i < n) sink.put_part(i, source.part(i, n - i), n - i);
+        };
+        if (args_.grid == nullptr) return with_rounding<true>(r, check, round);
+        if (check == nullptr) return with_sink(GridSink<false>(r, grid_, q_.at), nullptr, round);
+        with_sink(GridSink<true>(r, grid_, q_.at), check, round);
     }
 
     // The last pass of the rotation of a block of 1024, rounding and, if it can be, packing.
@@ -260,7 +174,7 @@ class Encoder {
 
     template <class Source, class Factor>
     void round_rotated(Source source, const Block& b, const Rounding& r, const Outputs& out, Factor factor) {
-        if (b.length == kBlock && out.own == nullptr) {
+        if (b.length == kBlock && out.own == nullptr && args_.grid == nullptr) {
             rotator_.start_whole(source, factor(kBlock));
             return round_whole(b, r, out);
         }
@@ -298,7 +212,8 @@ class Encoder {
     // What the integers stand for, without the scale's exponent.
     const float* sent_values(const Block& b) {
         const int n = args_.rotations == 0 ? b.length : padded(b.length);
-        for (int i = 0; i < n; i++) scaled_.at[i] = static_cast<float>(q_.at[i]) * level_;
+        const float half = grid_.g % 2 == 0 ? 0.0f : 0.5f;  // by which integers of an odd grid are off
+        for (int i = 0; i < n; i++) scaled_.at[i] = (static_cast<float>(q_.at[i]) + half) * level_;
         if (args_.rotations == 0) return scaled_.at;
         NearFloats source{scaled_.at};
         rotator_.unrotate(source, b.length, 1);
@@ -325,6 +240,7 @@ class Encoder {
     const float limit_, unit_;  // limit_: the largest float32 that is not above the limit
     bool packed_ = false;       // whether the words of the block are written
     float level_ = 0;           // of the block, without the scale's exponent
+    Grid grid_;
     Integers q_;
     Rotator rotator_;
     Measure measure_;

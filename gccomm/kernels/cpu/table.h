@@ -63,7 +63,8 @@ struct EncodeArgs {
     std::int32_t clamp;
     const float* ratios;  // of the whole batch, or null
     int rotations;
-    std::uint32_t* maxima;  // one a block from block lo on, or null
+    std::uint32_t* maxima;     // one a block from block lo on, or null
+    const std::int32_t* grid;  // [g, low of each step, gap of each step], or null
 };
 
 struct DecodeArgs {
