@@ -56,8 +56,8 @@ def encode(
     Raises
     ------
     ValueError
-        No such width or number of rotations, a limit or clamp outside 1 ... 32767 * 65536, a grid of more than
-        1023 steps or without ratios, or ratios with neither clamp nor grid.
+        No such width or number of rotations, a limit or clamp outside 1 ... 32767 * 65536, a grid of more
+        than 1023 steps or without ratios, or ratios with neither clamp nor grid.
     """
 
 def decode(
