@@ -70,9 +70,7 @@ class Case:
     def batch(self) -> tuple[int, int]:
         return address(self.table), 1
 
-    def maxima(
-        self, lo: int = 0, hi: int | None = None, rotations: int = 0, energy: bool = False
-    ) -> None:
+    def maxima(self, lo: int = 0, hi: int | None = None, rotations: int = 0, energy: bool = False) -> None:
         hi = self.blocks if hi is None else hi
         energies = address(self.energy) + 4 * lo if energy else 0
         kernels.maxima(*self.batch, lo, hi, address(self.scales) + 4 * lo, energies, rotations)

@@ -130,7 +130,9 @@ def run_rotated(
         rotation = reference.Rotation(reference.sign_words(xp, t1, t0, numbers), rotations)
     size = reference.padded(length) if rotations else length
     hashes = reference.coordinate_hash(xp, *reference.block_keys(xp, t0, t1, numbers), size)
-    step = {"clamp": limit // 2, "ratios": ratios} if n % 2 else {}
+    step: dict[str, Any] = {"clamp": limit // 2, "ratios": ratios} if n % 2 else {}
+    if n == 5:
+        step["grid"] = reference.Grid(*np.array([[0, 0, 2, 3, 3], [2, 2, 1, 2, 2]], np.int32))
     sent = reference.encode(
         xp,
         x,
@@ -167,18 +169,21 @@ def run_rotated(
     }
 
 
-@pytest.mark.parametrize("length", [1, 65, 700, 768, 1000, 1024])
 @pytest.mark.parametrize(
-    ("dtype", "rotations", "width", "n"),
+    ("dtype", "rotations", "width", "n", "length"),
     [
-        ("float32", 0, 8, 3),
-        ("float32", 1, 8, 4),
-        ("float32", 1, 32, 3),
-        ("float32", 2, 5, 17),
-        ("float16", 1, 16, 1),
-        ("float16", 2, 4, 2),
-        ("bfloat16", 2, 32, 2),
-        ("bfloat16", 1, 3, 1),
+        ("float32", 0, 8, 3, 700),
+        ("float32", 0, 16, 5, 1024),
+        ("float32", 1, 8, 4, 1024),
+        ("float32", 1, 8, 2, 1000),
+        ("float32", 1, 32, 3, 700),
+        ("float32", 1, 4, 5, 768),
+        ("float32", 2, 5, 17, 1024),
+        ("float32", 2, 8, 5, 65),
+        ("float16", 1, 16, 1, 1),
+        ("float16", 2, 4, 2, 768),
+        ("bfloat16", 2, 32, 2, 1000),
+        ("bfloat16", 1, 3, 1, 1024),
     ],
 )
 def test_rotated_lane_codec(dtype: str, rotations: int, width: int, n: int, length: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gccomm import kernels
 from gccomm import lanes as ln
 from gccomm.kernels import reference
-from gccomm.kernels.reference import Rotation
+from gccomm.kernels.reference import Grid, Rotation
 from tests.word_batches import FLOATS, Array, Batch, Tensor, assert_same, every_level, make
 
 SIZES = (1, 63, 64, 65, 127, 700, 768, 1000, 1023, 1024, 1025)
@@ -34,6 +34,7 @@ class Options:
     subtract: bool
     mean: bool
     offset: int
+    grid: Grid | None = None
 
     @classmethod
     def draw(cls, rotations: int, rng: np.random.Generator) -> Options:
@@ -42,7 +43,13 @@ class Options:
         flags = [bool(flag) for flag in rng.random(3) < 0.5]
         clamp = int(rng.choice([0, safe, 3, LARGEST_LIMIT, 2**24 + 1])) or (safe if flags[0] else 0)
         offset = int(rng.choice([0, 0, 16384, -5]))
-        return cls(rotations, width, safe, clamp, ln.rank_shift(n // 2, n), n, *flags, offset)
+        grid = draw_grid(rng) if flags[0] and rng.random() < 0.4 else None
+        return cls(rotations, width, safe, clamp, ln.rank_shift(n // 2, n), n, *flags, offset, grid)
+
+    def grid_table(self) -> Array | int:
+        if self.grid is None:
+            return 0
+        return np.concatenate([[len(self.grid.low)], *self.grid]).astype(np.int32)
 
     def words(self, _: Tensor, length: int) -> int:
         return ln.words(self.width, self.padded(length))
@@ -54,6 +61,14 @@ class Options:
         if not self.rotations:
             return None
         return Rotation(reference.sign_words(np, *tensor.signs, numbers), self.rotations)
+
+
+def draw_grid(rng: np.random.Generator) -> Grid:
+    steps = int(rng.choice([1, 2, 3, 20, 45, 1023]))
+    inner = 1 + np.flatnonzero(rng.random(steps - 1) < rng.random())
+    points = np.array([0, *inner, steps], np.int32)
+    at = np.searchsorted(points, np.arange(steps), side="right") - 1
+    return Grid(points[at], np.diff(points)[at].astype(np.int32))
 
 
 def draw_scales(maxima: Array, wide: bool, rng: np.random.Generator) -> Array:
@@ -99,7 +114,8 @@ class Specified:
             x, s, hashes = tensor.x[index], scales[numbers], tensor.hashes(numbers, p.padded(length))
             sent = reference.encode(
                 np, x, s, hashes, p.shift, width=p.width, limit=p.limit, residual=rest,
-                clamp=p.clamp, ratios=part, rotation=rotation, subtract=p.subtract,
+                clamp=p.clamp, ratios=part, rotation=rotation, grid=p.grid,
+                subtract=p.subtract and p.grid is None,
             )  # fmt: skip
             return *sent, reference.encoded_maxima(np, x, s, rest, part, rotation)
 
@@ -168,7 +184,7 @@ class Case:
         batch.run(
             kernels.encode, self.scales, ("words", batch.words), p.width, p.limit, p.shift,
             ("blocks", check) if extras else 0, p.clamp, self.ratios, p.rotations,
-            ("blocks", own) if extras else 0, p.subtract, cuts=self.cuts,
+            ("blocks", own) if extras else 0, p.grid_table(), p.subtract and p.grid is None, cuts=self.cuts,
         )  # fmt: skip
         assert_same(batch.words, [word for one in self.sent for word in one[0]])
         if extras:

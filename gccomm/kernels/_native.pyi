@@ -39,6 +39,7 @@ def encode(
     ratios: int = 0,
     rotations: int = 0,
     maxima: int = 0,
+    grid: int = 0,
     subtract: bool = False,
 ) -> None:
     """Round, pack into lanes of `width` bits, and leave residuals behind.
@@ -49,13 +50,16 @@ def encode(
     as a multiple of its scale (0: the block sends zeros); `limit` is then ignored, and `clamp` needed.
     `rotations`, 0 to 2, says how often blocks are rotated; rotated blocks have the words of a block whose
     length is the next multiple of 64. `maxima` is the address of uint32[hi - lo] for the scale words that
-    the blocks have of their own. `subtract` says that decoding takes the dither off: residuals then leave out
-    this rank's share of it.
+    the blocks have of their own. `grid` is the address of int32[1 + 2 g]: g, then for k = 0 ... g - 1 the
+    largest grid point among 0 ... g that is at most k, then the way from there to the next one; it needs
+    `ratios` and takes the place of `clamp`: values are rounded to grid points, less (g + 1) // 2. `subtract`
+    says that decoding takes the dither off: residuals then leave out this rank's share of it.
 
     Raises
     ------
     ValueError
-        No such width or number of rotations, or a limit or clamp outside 1 ... 32767 * 65536.
+        No such width or number of rotations, a limit or clamp outside 1 ... 32767 * 65536, a grid of more
+        than 1023 steps or without ratios, or ratios with neither clamp nor grid.
     """
 
 def decode(

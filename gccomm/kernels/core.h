@@ -179,6 +179,16 @@ GCCOMM_FN typename Ops::I quantise(typename Ops::F x, float factor, i32 limit, t
     return (y + Ops::as_int(dither >> 16)) >> 16;
 }
 
+// The same where only some of the integers 0 ... g, the grid points, may come out: `u` is the coordinate in
+// 16-bit fixed point, 0 ... g << 16; `low` the grid point below it and `gap` how far the next one is. Less
+// (g + 1) / 2.
+template <class Ops>
+GCCOMM_FN typename Ops::I to_grid(typename Ops::I u, typename Ops::I low, typename Ops::I gap, i32 g,
+                                  typename Ops::U dither) {
+    const typename Ops::I reached = u - (low << 16) + Ops::as_int(dither >> 16) * gap;
+    return low + Ops::at_least(reached, gap << 16, gap) - (g + 1) / 2;
+}
+
 struct Centre {
     u32 ranks;   // n mod 2^16, in the upper half as well
     i32 offset;  // 2^14 - gcd(n, 2^16) / 4

@@ -21,11 +21,7 @@ struct Energy {
         const U level = (U)(((v + (1 << (shift - 1))) >> shift) & inside);
         squares += level * level;
     }
-    GCCOMM_FN u32 total() const {
-        u32 sum = 0;
-        for (int k = 0; k < kLanes; k++) sum += squares[k];
-        return sum;
-    }
+    GCCOMM_FN u32 total() const { return sum_of_lanes(squares); }
 };
 
 // What goes into a sum besides the values.
@@ -148,7 +144,9 @@ class Decoder {
         rotator_.set(b);
         if (b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32) {
             r.first *= rotator_.unscale(kBlock);
-            with_sums(r, check, energy, [&](auto& source) GCCOMM_INLINE { rotator_.start_whole_back(source); });
+            stage(kBlock, r, x_.at, check, energy);
+            NearFloats source{x_.at};
+            rotator_.start_whole_back(source);
             const bool stream = args_.stream && reinterpret_cast<u64>(dst) % kLineBytes == 0;
             return with_any_sink(b, dst, e, stream,
                                  [&](auto sink) GCCOMM_INLINE { rotator_.finish_whole_back(sink, last); });

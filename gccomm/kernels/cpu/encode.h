@@ -1,54 +1,15 @@
 // Lane codecs, forward: scale, round with shared dither, pack; residuals and check words on the way.
 #pragma once
 #include "energy.h"
-#include "lanes.h"
+#include "rounding.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
-// Noise of the coordinates of a block.
-struct BlockNoise {
-    BlockKey key;
-    static constexpr u32 step = static_cast<u32>(kLanes) * kGolden;
-    GCCOMM_FN U counter(int i) const { return (iota() + static_cast<u32>(i)) * kGolden + key.k0; }
-    GCCOMM_FN U bits(U counter) const { return noise(counter, key.k1); }
-};
-
-GCCOMM_FN BlockNoise noise_of(const Block& b) {
-    return {block_key(b.segment->key0, b.segment->key1, static_cast<u32>(b.number))};
-}
-
-struct Rounding {
-    float factor;
-    i32 limit;
-    u32 shift;  // in the upper half
-    BlockNoise noise;
-};
-
-// A sink that rounds: integers go to `out`, their check words are summed.
-template <bool checked, bool even>
-class RoundingSink {
- public:
-    GCCOMM_FN RoundingSink(const Rounding& r, Integers& q) : r_(r), out_(q.at), first_(r.noise.counter(0)) {}
-
-    GCCOMM_FN void put(int i, Pair v) {
-        const U counter = first_ + static_cast<u32>(i) * kGolden;
-        put_vector(i, v.low, counter);
-        put_vector(i + kLanes, v.high, counter + BlockNoise::step);
-    }
-
-    Check check;
-
- private:
-    GCCOMM_FN void put_vector(int i, F v, U counter) {
-        const U h = r_.noise.bits(counter);
-        const I q = quantise<VectorOps, even>(v, r_.factor, r_.limit, h + r_.shift);
-        store(out_ + i, q);
-        if constexpr (checked) check.add(q, h);
-    }
-
-    const Rounding r_;
-    i32* out_;
-    const U first_;
+// Where the words of a block go, and what else is asked for, or null.
+struct Outputs {
+    u32* words;
+    int count;
+    u32 *check, *own;  // check words; the scale word that the block has of its own
 };
 
 // What a lane codec does to one block, the block's own scale apart.
@@ -56,66 +17,91 @@ class Encoder {
  public:
     explicit Encoder(const EncodeArgs& args)
         : args_(args),
-          clamp_(args.clamp != 0 ? args.clamp : args.limit),
+          clamp_(args.grid != nullptr ? *args.grid << 15
+                 : args.clamp != 0    ? args.clamp
+                                      : args.limit),
           even_(float_below(clamp_) == static_cast<double>(clamp_)),
           limit_(float_below(args.limit)),
           unit_(static_cast<float>(65536.0 / args.limit)),
           rotator_(args.rotations),
           measure_(args.rotations) {
         zero_after(q_, 0);
+        if (args.grid != nullptr) grid_.set(args.grid);
     }
 
-    // `ratio`: the step as a multiple of the scale, or null; `own`: where to leave the block's own scale
-    // word.
-    void encode(const Block& b, u32 s, const float* ratio, u32* words, int count, u32* check, u32* own) {
+    // `ratio`: the step as a multiple of the scale, or null.
+    void encode(const Block& b, u32 s, const float* ratio, const Outputs& out) {
         const bool wide = is_wide(b.segment->dtype);
-        if (own != nullptr && args_.rotations == 0) *own = block_maximum(b);
+        if (out.own != nullptr && args_.rotations == 0) *out.own = block_maximum(b);
         if (nonfinite_scale(s, wide) || s == 0 || (ratio != nullptr && *ratio == 0)) {
-            __builtin_memset(words, 0, sizeof(u32) * static_cast<u32>(count));
-            if (check != nullptr) check[0] = check[1] = 0;
-            if (own != nullptr && args_.rotations != 0) *own = measure_.scale(b, nullptr);
+            __builtin_memset(out.words, 0, sizeof(u32) * static_cast<u32>(out.count));
+            if (out.check != nullptr) out.check[0] = out.check[1] = 0;
+            if (out.own != nullptr && args_.rotations != 0) *out.own = measure_.scale(b, nullptr);
             return skip(b, nonfinite_scale(s, wide));
         }
         const Scale scale = split_scale(s, wide);
         level_ = scale.mant * (ratio == nullptr ? unit_ : *ratio);
         const float factor = ratio == nullptr ? limit_ / scale.mant : 65536.0f / level_;
         Rounding r{factor, clamp_, args_.shift << 16, noise_of(b)};
+        packed_ = false;
         if (args_.rotations != 0)
-            encode_rotated(b, scale, r, check, own);
+            encode_rotated(b, scale, r, out);
         else if (wide)
-            encode_wide(b, scale, r, check);
+            encode_wide(b, scale, r, out.check);
         else
-            encode_floats(b, scale, r, check);
+            encode_floats(b, scale, r, out.check);
+        if (packed_) return;
         const int n = args_.rotations == 0 ? b.length : padded(b.length);
         if (n < kBlock) zero_after(q_, n);
-        pack(args_.width, q_, count, words);
+        pack(args_.width, q_, out.count, out.words);
         if (b.segment->res_out != 0) leave_residual(b, scale);
     }
 
  private:
     // Calls f with the sink for rounding.
-    template <class Function>
+    template <bool ordered, class Function>
     void with_rounding(const Rounding& r, u32* check, Function f) {
-        if (check == nullptr)
-            return even_ ? with_sink<false, true>(r, nullptr, f) : with_sink<false, false>(r, nullptr, f);
-        return even_ ? with_sink<true, true>(r, check, f) : with_sink<true, false>(r, check, f);
+        if (check == nullptr) {
+            if (even_) return with_sink(RoundingSink<false, true, ordered>(r, q_.at), nullptr, f);
+            return with_sink(RoundingSink<false, false, ordered>(r, q_.at), nullptr, f);
+        }
+        if (even_) return with_sink(RoundingSink<true, true, ordered>(r, q_.at), check, f);
+        with_sink(RoundingSink<true, false, ordered>(r, q_.at), check, f);
     }
 
-    template <bool checked, bool even, class Function>
-    void with_sink(const Rounding& r, u32* check, Function f) {
-        RoundingSink<checked, even> sink(r, q_);
+    template <class Sink, class Function>
+    GCCOMM_FN void with_sink(Sink sink, u32* check, Function f) {
         f(sink);
-        if constexpr (checked) sink.check.store_to(check);
+        if (check != nullptr) sink.check.store_to(check);
     }
 
-    // n values -> integers. (Beyond the block, part() gives zeros, which become zeros.)
+    // n values -> integers.
     template <class Source>
     void quantise(const Source& source, int n, const Rounding& r, u32* check) {
-        with_rounding(r, check, [&](auto& sink) GCCOMM_INLINE {
+        const auto round = [&](auto& sink) GCCOMM_INLINE {
             int i = 0;
             for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
-            if (i < n) sink.put(i, source.part(i, n - i));
-        });
+            if (i < n) sink.put_part(i, source.part(i, n - i), n - i);
+        };
+        if (args_.grid == nullptr) return with_rounding<true>(r, check, round);
+        if (check == nullptr) return with_sink(GridSink<false>(r, grid_, q_.at), nullptr, round);
+        with_sink(GridSink<true>(r, grid_, q_.at), check, round);
+    }
+
+    // The last pass of the rotation of a block of 1024, rounding and, if it can be, packing.
+    void round_whole(const Block& b, const Rounding& r, const Outputs& out) {
+        const auto finish = [&](auto& sink) GCCOMM_INLINE { rotator_.finish_whole(sink); };
+        const auto packing = [&]<int width>() {
+            packed_ = true;
+            if (out.check == nullptr)
+                return with_sink(PackingSink<false, width>(r, out.words), nullptr, finish);
+            with_sink(PackingSink<true, width>(r, out.words), out.check, finish);
+        };
+        const int width = even_ && b.segment->res_out == 0 ? args_.width : 0;
+        if (width == 4) return packing.template operator()<4>();
+        if (width == 8) return packing.template operator()<8>();
+        if (width == 16) return packing.template operator()<16>();
+        with_rounding<false>(r, out.check, finish);
     }
 
     // Whether a block is read where it lies.
@@ -147,7 +133,7 @@ class Encoder {
         quantise(ScaledDoubles{x, power.first, power.second}, b.length, r, check);
     }
 
-    void encode_rotated(const Block& b, Scale scale, const Rounding& r, u32* check, u32* own) {
+    void encode_rotated(const Block& b, Scale scale, const Rounding& r, const Outputs& out) {
         const Segment& s = *b.segment;
         const bool wide = is_wide(s.dtype), in_place = direct(s) && b.length == padded(b.length);
         const auto power = [&](int part) { return -scale.e - floor_log2(static_cast<u32>(part)); };
@@ -156,22 +142,22 @@ class Encoder {
             const double* x = in_place ? element<const double>(s.src, b.offset) : wide_.at;
             if (!in_place) padded_values(b, wide_.at);
             const Power p(-scale.e);
-            round_rotated(ScaledDoubles{x, p.first, p.second}, b, r, check, own,
+            round_rotated(ScaledDoubles{x, p.first, p.second}, b, r, out,
                           [](int part) { return 1.0f / static_cast<float>(part); });
         } else if (in_place && power(kSmallestPart) <= 127 && power(kBlock) >= -126) {
             with_source(s.dtype, block_address(s.src, b), [&](auto source) {
-                round_rotated(source, b, r, check, own, [&](int part) { return pow2(power(part)); });
+                round_rotated(source, b, r, out, [&](int part) { return pow2(power(part)); });
             });
         } else {
             padded_values(b, x_.at);
-            round_staged(b, power, r, check, own);
+            round_staged(b, power, r, out);
         }
-        if (own != nullptr) own_maximum(b, scale.e, own);
+        if (out.own != nullptr) own_maximum(b, scale.e, out.own);
     }
 
     // Where a power is not that of a normal number: in two steps.
     template <class Exponent>
-    void round_staged(const Block& b, Exponent power, const Rounding& r, u32* check, u32* own) {
+    void round_staged(const Block& b, Exponent power, const Rounding& r, const Outputs& out) {
         const auto first = [&](int part) {
             const int k = power(part);
             return k > 127 ? 127 : k < -126 ? -126 : k;
@@ -182,19 +168,18 @@ class Encoder {
             const float factor = pow2(first(part));
             for (int j = i; j < i + part; j++) scaled_.at[j] = x_.at[j] * factor;
         }
-        round_rotated(NearFloats{scaled_.at}, b, r, check, own,
+        round_rotated(NearFloats{scaled_.at}, b, r, out,
                       [&](int part) { return pow2(power(part) - first(part)); });
     }
 
     template <class Source, class Factor>
-    void round_rotated(Source source, const Block& b, const Rounding& r, u32* check, u32* own,
-                       Factor factor) {
-        if (b.length == kBlock && own == nullptr) {
+    void round_rotated(Source source, const Block& b, const Rounding& r, const Outputs& out, Factor factor) {
+        if (b.length == kBlock && out.own == nullptr && args_.grid == nullptr) {
             rotator_.start_whole(source, factor(kBlock));
-            return with_rounding(r, check, [&](auto& sink) GCCOMM_INLINE { rotator_.finish_whole(sink); });
+            return round_whole(b, r, out);
         }
         rotator_.rotate(source, b.length, factor);
-        quantise(NearFloats{rotator_.values()}, padded(b.length), r, check);
+        quantise(NearFloats{rotator_.values()}, padded(b.length), r, out.check);
     }
 
     // The scale word of the rotated values, which are normalised by 2^e.
@@ -227,10 +212,11 @@ class Encoder {
     // What the integers stand for, without the scale's exponent.
     const float* sent_values(const Block& b) {
         const int n = args_.rotations == 0 ? b.length : padded(b.length);
+        const float half = grid_.g % 2 == 0 ? 0.0f : 0.5f;  // by which integers of an odd grid are off
         if (args_.subtract)
             undithered(b, n);
         else
-            for (int i = 0; i < n; i++) scaled_.at[i] = static_cast<float>(q_.at[i]) * level_;
+            for (int i = 0; i < n; i++) scaled_.at[i] = (static_cast<float>(q_.at[i]) + half) * level_;
         if (args_.rotations == 0) return scaled_.at;
         NearFloats source{scaled_.at};
         rotator_.unrotate(source, b.length, 1);
@@ -266,7 +252,9 @@ class Encoder {
     const i32 clamp_;
     const bool even_;           // whether the clamp is a float32
     const float limit_, unit_;  // limit_: the largest float32 that is not above the limit
+    bool packed_ = false;       // whether the words of the block are written
     float level_ = 0;           // of the block, without the scale's exponent
+    Grid grid_;
     Integers q_;
     Rotator rotator_;
     Measure measure_;
@@ -283,7 +271,7 @@ inline void encode(const Batch& batch, const EncodeArgs& args) {
         u32* own = args.maxima == nullptr ? nullptr : args.maxima + place;
         const float* ratio = args.ratios == nullptr ? nullptr : args.ratios + c.index;
         u32* words = args.words.data + (c.word - args.words.base);
-        encoder.encode(c.block, args.scales[c.index], ratio, words, c.words, check, own);
+        encoder.encode(c.block, args.scales[c.index], ratio, {words, c.words, check, own});
     }
 }
 

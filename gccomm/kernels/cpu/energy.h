@@ -11,16 +11,13 @@ constexpr u32 kSmall =
 
 // A sink that keeps only the largest pattern.
 struct LargestSink {
+    static constexpr bool columns = false;
     I high{};
     GCCOMM_FN void put(int, Pair v) {
         const I low = (I)v.low & 0x7FFFFFFF, up = (I)v.high & 0x7FFFFFFF;
         high = larger(high, larger(low, up));
     }
-    GCCOMM_FN u32 largest() const {
-        i32 top = 0;
-        for (int k = 0; k < kLanes; k++) top = high[k] > top ? high[k] : top;
-        return static_cast<u32>(top);
-    }
+    GCCOMM_FN u32 largest() const { return static_cast<u32>(largest_lane(high)); }
 };
 
 // Sum of rint(|x| * 1024 / M)^2, `largest` the pattern of M; 0 where that is zero or not finite.
@@ -44,9 +41,7 @@ inline u32 energy_of(const Source& source, int n, u32 largest) {
         add(v.low);
         add(v.high);
     }
-    u32 total = 0;
-    for (int k = 0; k < kLanes; k++) total += static_cast<u32>(sum[k]);
-    return total;
+    return sum_of_lanes((U)sum);
 }
 
 // Scale words with energies, or of rotated blocks.

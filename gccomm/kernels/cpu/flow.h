@@ -50,6 +50,7 @@ GCCOMM_FN void fetch_ahead(const Element* address, bool to_write) {
 
 template <class T, Memory memory>
 struct SinkBase {
+    static constexpr bool columns = false;  // of rotate.h
     using Element = T;
     T* out;
 

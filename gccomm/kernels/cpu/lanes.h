@@ -100,13 +100,9 @@ class Check {
         upper_ += (noise_bits >> 16) * (U)q;
     }
     GCCOMM_FN void store_to(u32* out) const {
-        u32 first = 0, upper = 0;
-        for (int k = 0; k < kLanes; k++) {
-            first += first_[k];
-            upper += upper_[k];
-        }
+        const u32 first = sum_of_lanes(first_);
         out[0] = first;
-        out[1] = upper + (first << 16);
+        out[1] = sum_of_lanes(upper_) + (first << 16);
     }
 
  private:

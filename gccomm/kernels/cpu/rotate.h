@@ -7,9 +7,9 @@
 namespace gccomm::GCCOMM_LEVEL {
 
 #if GCCOMM_SIMD == 512
-constexpr int kSpan = 128, kRadix = 8;
+constexpr int kSpan = 256, kRadix = 4;
 #else
-constexpr int kSpan = 64, kRadix = 4;  // with half the registers, of half the size: a pass more
+constexpr int kSpan = 64, kRadix = 4;  // with half the registers: a pass more
 #endif
 
 template <int value>
@@ -66,7 +66,7 @@ GCCOMM_FN void first_pass(Source& source, int from, int to, float* out) {
 }
 
 // The strides from 1 to length / 2 / radix of `length` coordinates are done; this does the others. They go to
-// `sink` times `scale`.
+// `sink` times `scale`; to a sink of columns, all that lie length / radix apart at a time.
 template <int radix, bool scaled, class Sink>
 GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink& sink) {
     const int stride = length / radix;
@@ -78,13 +78,17 @@ GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink
         });
         vector_butterflies(low);
         vector_butterflies(high);
-        unrolled<radix>([&](auto k) GCCOMM_INLINE {
-            const Pair pair{low[k.at], high[k.at]};
-            if constexpr (scaled)
-                sink.put(j + k.at * stride, {pair.low * scale, pair.high * scale});
-            else
-                sink.put(j + k.at * stride, pair);
-        });
+        if constexpr (Sink::columns) {
+            sink.put_column(j, low, high);
+        } else {
+            unrolled<radix>([&](auto k) GCCOMM_INLINE {
+                const Pair pair{low[k.at], high[k.at]};
+                if constexpr (scaled)
+                    sink.put(j + k.at * stride, {pair.low * scale, pair.high * scale});
+                else
+                    sink.put(j + k.at * stride, pair);
+            });
+        }
     }
 }
 
@@ -103,7 +107,6 @@ inline void middle_pass(float* x, int length) {
 inline void finish_part(float* x, int length, float scale) {
     const NearSink sink{{x}};
     middle_pass(x, length);
-    if (length >= kSpan * kRadix) return last_pass<kRadix, true>(x, 0, length, scale, sink);
     if (length >= kSpan * 4) return last_pass<4, true>(x, 0, length, scale, sink);
     if (length >= kSpan * 2) return last_pass<2, true>(x, 0, length, scale, sink);
     last_pass<1, true>(x, 0, length, scale, sink);
@@ -151,6 +154,7 @@ struct ScaledSource {
 // Signs, then values times a factor.
 template <class Sink>
 struct FlippedSink {
+    static constexpr bool columns = false;
     Sink& sink;
     const Signs& signs;
     float factor;
@@ -245,8 +249,12 @@ class Rotator {
  private:
     template <class Source>
     GCCOMM_FN void begin(Source& source, int from, int part) {
-        if (part < kSpan) return first_pass<kSmallestPart>(source, from, from + part, y_.at);
-        first_pass<kSpan>(source, from, from + part, y_.at);
+        if (part >= kSpan)
+            first_pass<kSpan>(source, from, from + part, y_.at);
+        else if (part == kSmallestPart)
+            first_pass<kSmallestPart>(source, from, from + part, y_.at);
+        else
+            first_pass<2 * kSmallestPart>(source, from, from + part, y_.at);
     }
 
     void again(int from, int part) {

@@ -97,6 +97,19 @@ GCCOMM_FN F clamped(F x, float limit) {
 #endif
 }
 
+// table[index], lane by lane.
+GCCOMM_FN I gathered(const i32* table, I index) {
+#if GCCOMM_SIMD == 512
+    return (I)_mm512_i32gather_epi32((__m512i)index, table, 4);
+#elif GCCOMM_SIMD == 256
+    return (I)_mm256_i32gather_epi32(table, (__m256i)index, 4);
+#else
+    I found{};
+    for (int k = 0; k < kLanes; k++) found[k] = table[index[k]];
+    return found;
+#endif
+}
+
 // The lanes i and i ^ stride change places.
 template <int stride>
 GCCOMM_FN F exchanged(F x) {
@@ -127,6 +140,23 @@ GCCOMM_FN F lane_butterfly(F x) {
 #else
     return exchanged<stride>(x) + (F)((U)x ^ upper);
 #endif
+}
+
+// The sum, or the largest, of all lanes.
+template <int stride = kLanes / 2>
+GCCOMM_FN u32 sum_of_lanes(U x) {
+    if constexpr (stride > 0)
+        return sum_of_lanes<stride / 2>(x + (U)exchanged<stride>((F)x));
+    else
+        return x[0];
+}
+
+template <int stride = kLanes / 2>
+GCCOMM_FN i32 largest_lane(I x) {
+    if constexpr (stride > 0)
+        return largest_lane<stride / 2>(larger(x, (I)exchanged<stride>((F)x)));
+    else
+        return x[0];
 }
 
 // x, negated where the top bit of `words << n` is set.
@@ -250,6 +280,8 @@ struct VectorOps {
         const I high = I{} + limit;
         return larger(smaller(x, high), -high);
     }
+    // x where a >= b, else 0.
+    static GCCOMM_FN I at_least(I a, I b, I x) { return (a >= b) & x; }
     // x * n, of which the upper half of each lane must be ((x >> 16) * n) mod 2^16.
     static GCCOMM_FN U times_upper(U x, u32 n) { return (U)((W16)x * static_cast<u16>(n)); }
 };

@@ -26,7 +26,7 @@ from gccomm.kernels.reference.floats import float_decode, float_encode
 from gccomm.kernels.reference.hashing import block_keys, check_words, coordinate_hash, fmix
 from gccomm.kernels.reference.integers import integer_decode, integer_encode, integer_range
 from gccomm.kernels.reference.packing import pack, unpack
-from gccomm.kernels.reference.quantise import Encoded, encode, quantise
+from gccomm.kernels.reference.quantise import Encoded, Grid, encode, quantise
 from gccomm.kernels.reference.rotation import Rotation, padded, rotate, sign_words, unrotate
 from gccomm.kernels.reference.scales import (
     add_residual,
@@ -40,6 +40,7 @@ from gccomm.kernels.reference.scales import (
 
 __all__ = [
     "Encoded",
+    "Grid",
     "Rotation",
     "add_residual",
     "block_energy",

@@ -16,7 +16,7 @@ from gccomm.kernels.reference.packing import pack
 from gccomm.kernels.reference.rotation import Rotation, rotate, unrotate
 from gccomm.kernels.reference.scales import add_residual, nonfinite, saturate, split_scale, usable
 
-__all__ = ["Encoded", "check_limit", "encode", "normalise", "quantise"]
+__all__ = ["Encoded", "Grid", "check_limit", "encode", "normalise", "quantise"]
 
 LARGEST_LIMIT = 32767 * 65536
 """Largest fixed-point coordinate: adding a dither below 65536 still stays below 2**31."""
@@ -33,6 +33,22 @@ class Encoded(NamedTuple):
     """uint32, shape (blocks, 2): the check words."""
 
 
+class Grid(NamedTuple):
+    """The grid points of a table quantiser, among the whole numbers 0..g.
+
+    A number between two neighbouring points becomes one of them at random; what is sent is the point less
+    ``(g + 1) // 2``.  The native kernels take ``[g, *low, *gap]``, int32.
+    """
+
+    low: Array
+    """int32, shape (g,): the largest grid point that is at most k, for each k in 0..g - 1."""
+    gap: Array
+    """int32, shape (g,): from there to the next grid point."""
+
+
+MOST_GRID_STEPS = 1023
+
+
 def _largest_float32(limit: int) -> float:
     """Return the largest float32 that is not above `limit`."""
     rounded = np.float32(limit)
@@ -44,6 +60,23 @@ def check_limit(limit: int) -> None:
     """Raise ValueError unless `limit` is a fixed-point value that a dither may be added to."""
     if not 1 <= limit <= LARGEST_LIMIT:
         raise ValueError(f"fixed-point limit {limit} is outside 1..{LARGEST_LIMIT}")
+
+
+def _steps(grid: Grid) -> int:
+    g = int(grid.low.shape[0])
+    if not 1 <= g <= MOST_GRID_STEPS:
+        raise ValueError(f"a grid of {g} steps; there may be 1 to {MOST_GRID_STEPS}")
+    return g
+
+
+def _to_grid(xp: Namespace, y: Array, dither: Array, grid: Grid) -> Array:
+    """Round fixed-point numbers between -g/2 and g/2 to grid points."""
+    g = _steps(grid)
+    u = y + (g << 15)
+    index = xp.minimum(u >> 16, g - 1)
+    low, gap = xp.asarray(grid.low)[index], xp.asarray(grid.gap)[index]
+    up = u - (low << 16) + dither * gap >= gap << 16
+    return low + xp.where(up, gap, 0) - (g + 1) // 2
 
 
 def _sends(scales: Array, ratios: Array | None, wide: bool) -> Array:
@@ -93,6 +126,7 @@ def quantise(
     clamp: int = 0,
     ratios: Array | None = None,
     rotation: Rotation | None = None,
+    grid: Grid | None = None,
 ) -> Array:
     """Round coordinates to integers.
 
@@ -116,13 +150,16 @@ def quantise(
         One level of each block as a multiple of its scale; where 0, the block counts as zero.
     rotation : Rotation, optional
         Rotation of the blocks.
+    grid : Grid, optional
+        Grid points to round to, in levels; with `ratios`, and in place of `clamp`.
 
     Returns
     -------
     array of int32, shape of `hashes`
         The rounded coordinates; 0 in blocks whose scale is zero or not finite.
     """
-    check_limit(clamp or limit)
+    most = clamp or limit if grid is None else _steps(grid) << 15
+    check_limit(most)
     wide = is_wide(v)
     mantissa, _ = split_scale(xp, scales, wide)
     if ratios is None:
@@ -133,10 +170,9 @@ def quantise(
     largest = xp.float32(LARGEST_LIMIT)
     scaled = normalise(xp, v, scales, rotation) * factor[:, None]
     scaled = xp.clip(xp.where(xp.isnan(scaled), largest, scaled), -largest, largest)
-    most = clamp or limit
     y = xp.clip(xp.rint(scaled).astype(xp.int32), -most, most)
-    dither = ((hashes >> 16) + u32(xp, shift)) & 0xFFFF
-    q = (y + view(dither, xp.int32)) >> 16
+    dither = view(((hashes >> 16) + u32(xp, shift)) & 0xFFFF, xp.int32)
+    q = (y + dither) >> 16 if grid is None else _to_grid(xp, y, dither, grid)
     return xp.where(_sends(scales, ratios, wide)[:, None], q, 0)
 
 
@@ -145,17 +181,13 @@ def _rounding_error(
     v: Array,
     sent: Array,
     scales: Array,
-    level: Array,
     sends: Array,
     residual: Array | None,
     rotation: Rotation | None,
 ) -> Array:
-    """Return `v` less what the integers stand for, `sent` levels; in blocks that are not finite, the old
-    residual.
-    """
+    """Return `v` less what the integers stand for; in blocks that are not finite, the old residual."""
     wide = is_wide(v)
     _, exponent = split_scale(xp, scales, wide)
-    sent = sent * level[:, None]
     if rotation is not None:
         sent = unrotate(xp, sent, rotation, v.shape[1], scales)
     error = v - saturate(xp, scale_by_power(xp, sent.astype(v.dtype), exponent))
@@ -178,6 +210,7 @@ def encode(
     clamp: int = 0,
     ratios: Array | None = None,
     rotation: Rotation | None = None,
+    grid: Grid | None = None,
     subtract: bool = False,
 ) -> Encoded:
     """Round and pack blocks.
@@ -188,7 +221,7 @@ def encode(
         ``numpy`` or ``jax.numpy``.
     x : array of floats, shape (blocks, length)
         Coordinates.
-    scales, hashes, shift, limit, clamp, ratios, rotation
+    scales, hashes, shift, limit, clamp, ratios, rotation, grid
         As in :func:`quantise`; `limit` and `clamp` must be Python values.
     width : int
         Lane width in bits.
@@ -209,15 +242,17 @@ def encode(
     residual stays finite.
     """
     v = add_residual(xp, x, residual)
-    q = quantise(xp, v, scales, hashes, shift, limit, clamp=clamp, ratios=ratios, rotation=rotation)
+    q = quantise(
+        xp, v, scales, hashes, shift, limit, clamp=clamp, ratios=ratios, rotation=rotation, grid=grid
+    )
     mantissa, _ = split_scale(xp, scales, is_wide(v))
     level = mantissa * (xp.float32(65536 / limit) if ratios is None else ratios)
     sends = _sends(scales, ratios, is_wide(v))
     if subtract:
         dither = ((hashes >> 16) + u32(xp, shift)) & 0xFFFF
-        sent = (q * 32768 - view(dither >> 1, xp.int32) + 16384).astype(xp.float32)
+        levels = (q * 32768 - view(dither >> 1, xp.int32) + 16384).astype(xp.float32)
         level = level * xp.float32(2.0**-15)
-    else:
-        sent = q.astype(xp.float32)
-    error = _rounding_error(xp, v, sent, scales, level, sends, residual, rotation)
+    else:  # with an odd grid the integers stand for numbers half a level above them
+        levels = q.astype(xp.float32) + xp.float32(0 if grid is None else 0.5 * (_steps(grid) % 2))
+    error = _rounding_error(xp, v, levels * level[:, None], scales, sends, residual, rotation)
     return Encoded(pack(xp, q, width), error, check_words(xp, hashes, q))
