@@ -17,6 +17,15 @@ from gccomm.kernels.reference.exact import exact_decode, exact_encode
 from gccomm.kernels.reference.floats import float_decode, float_encode
 from gccomm.kernels.reference.hashing import block_keys, check_words, coordinate_hash, fmix
 from gccomm.kernels.reference.integers import integer_decode, integer_encode, integer_range
+from gccomm.kernels.reference.operations import (
+    exponent_add,
+    exponent_add_bytes,
+    exponent_decode,
+    exponent_encode,
+    indexed_hash,
+    leading_zeros,
+    saturating_add,
+)
 from gccomm.kernels.reference.packing import pack, unpack
 from gccomm.kernels.reference.quantise import (
     Encoded,
@@ -50,17 +59,24 @@ __all__ = [
     "encode",
     "exact_decode",
     "exact_encode",
+    "exponent_add",
+    "exponent_add_bytes",
+    "exponent_decode",
+    "exponent_encode",
     "float_decode",
     "float_encode",
     "fmix",
+    "indexed_hash",
     "integer_decode",
     "integer_encode",
     "integer_range",
+    "leading_zeros",
     "maxima",
     "narrow",
     "nonfinite",
     "pack",
     "quantise",
+    "saturating_add",
     "split_scale",
     "unpack",
     "usable",
