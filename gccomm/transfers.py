@@ -12,7 +12,7 @@ from typing import TypeAlias
 from gccomm.backends import Backend
 from gccomm.steps import Buffer, FloatName, Words
 
-__all__ = ["Broadcast", "FloatAdd", "Maximum", "Transfer", "WordAdd", "execute"]
+__all__ = ["Broadcast", "Combine", "FloatAdd", "Maximum", "Transfer", "WordAdd", "execute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,18 @@ class FloatAdd:
 
 
 @dataclass(frozen=True, slots=True)
+class Combine:
+    """Elementwise reduction of uint32 words, in place, by one of gccomm's own operations.
+
+    ``operation`` is one of :data:`gccomm.operations.OPERATIONS`; ``seed`` a 32-bit word, equal on all ranks.
+    """
+
+    words: Words
+    operation: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Broadcast:
     """Bytes of rank ``root`` to every rank, in place."""
 
@@ -47,7 +59,7 @@ class Broadcast:
     root: int
 
 
-Transfer: TypeAlias = Maximum | WordAdd | FloatAdd | Broadcast
+Transfer: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Broadcast
 
 
 def execute(transfer: Transfer, backend: Backend) -> None:
@@ -59,5 +71,7 @@ def execute(transfer: Transfer, backend: Backend) -> None:
             backend.maximum(transfer.words)
         case FloatAdd():
             backend.sum_floats(transfer.send, transfer.recv, transfer.dtype)
+        case Combine():
+            backend.combine_words(transfer.words, transfer.operation, transfer.seed)
         case Broadcast():
             backend.broadcast(transfer.buffer, transfer.root)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gccomm.kernels.reference.hashing import GOLDEN, MULTIPLIER_1, MULTIPLIER_2, fmix
+from gccomm.kernels.reference.hashing import GOLDEN, coordinate_hash, fmix
 from gccomm.kernels.reference.namespace import quiet
 from gccomm.kernels.reference.packing import pack, unpack
 from gccomm.lanes import lanes
@@ -59,17 +59,17 @@ def saturating_add(a: Words, b: Words, width: int) -> Words:
 
 @quiet
 def indexed_hash(k0: int | np.uint32, k1: int | np.uint32, start: int, count: int) -> Words:
-    """Hash the numbers ``start`` to ``start + count - 1``, taken mod 2**32, as coordinates of one block are."""
-    x = (np.arange(start, start + count) & 0xFFFFFFFF).astype(np.uint32) * np.uint32(GOLDEN) + np.uint32(k0)
-    x = (x ^ (x >> 16)) * np.uint32(MULTIPLIER_1)
-    return (x ^ (x >> 15) ^ np.uint32(k1)) * np.uint32(MULTIPLIER_2)
+    """Hash the numbers ``start`` to ``start + count - 1``, mod 2**32, as the coordinates of one block are."""
+    first = np.uint32(k0) + np.uint32(start & 0xFFFFFFFF) * np.uint32(GOLDEN)
+    hashes: Words = coordinate_hash(np, np.array([first]), np.array([k1], dtype=np.uint32), count)[0]
+    return hashes
 
 
 def leading_zeros(hashes: Words) -> Bytes:
     """Count leading zero bits, at most 31: g or more of them with probability 2**-g, for g up to 31."""
-    # Half of a uint32 is exact in float64, and 2**exponent > x >= 2**(exponent - 1).
-    _, exponents = np.frexp(hashes.astype(np.float64))
-    return np.minimum(32 - exponents, 31).astype(np.uint8)
+    _, bits = np.frexp(hashes.astype(np.float64))  # exact: 2**bits > x >= 2**(bits - 1)
+    zeros: Bytes = np.minimum(32 - bits, 31).astype(np.uint8)
+    return zeros
 
 
 def exponent_add_bytes(a: Bytes, b: Bytes, zeros: Bytes) -> Bytes:
@@ -128,7 +128,8 @@ def exponent_add(a: Words, b: Words, seed: int, start: int) -> Words:
     shifts = np.arange(4, dtype=np.uint32) * 8
     bytes_a, bytes_b = ((x[:, None] >> shifts).astype(np.uint8) for x in (a, b))
     total = exponent_add_bytes(bytes_a, bytes_b, zeros).astype(np.uint32)
-    return np.bitwise_or.reduce(total << shifts, axis=1)
+    words: Words = np.bitwise_or.reduce(total << shifts, axis=1)
+    return words
 
 
 @quiet
