@@ -6,6 +6,9 @@ Neither is associative, so the order counts: the ranks' words are added in pairs
 (2, 3), ..., then the sums in pairs, and so on; one without a neighbour waits for the next round. The
 randomness hangs on the seed, the number of the addition and the place in the whole array. So results depend
 neither on how a back end cuts the array nor on which rank adds.
+
+A tree, because fewer roundings follow each other than along a chain. Each takes an exponent down by one at
+most: magnitudes up to 2**-(1 + ceil(log2 n)) cannot saturate, however they are rounded.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def exponent_add_bytes(a: Bytes, b: Bytes, zeros: Bytes) -> Bytes:
     With e1 <= e2 the exponents of the operands and d = e2 - e1:  operands of one sign give 2**-(e1-1) with
     probability 2**-d (2**-1 if e1 is 1), else 2**-e1;  of opposite signs 0 if d = 0, else 2**-(e1+1) with
     probability 2**(1-d), else 2**-e1, with the sign of the larger.  Zero leaves the other as it is.  The mean
-    is the sum, to within 2**-31 of the larger operand: a probability below 2**-31 counts as 0.
+    is the sum, to within 2**-31 of the larger operand (a probability below 2**-31 counts as 0), unless 2**-1
+    would have to grow.
 
     Parameters
     ----------
