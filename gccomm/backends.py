@@ -33,6 +33,7 @@ __all__ = [
     "detect",
     "launcher",
     "load",
+    "operations_of",
 ]
 
 ENTRY_POINT_GROUP = "gccomm.backends"
@@ -88,6 +89,11 @@ class Backend(Protocol):
         """Whether all ranks share the memory of one host."""
         ...
 
+    @property
+    def operations(self) -> frozenset[str]:
+        """Names of the operations that `combine_words` knows; see `operations_of`."""
+        ...
+
     def maximum(self, words: Words, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""
         ...
@@ -102,6 +108,19 @@ class Backend(Protocol):
         """Write the sum of `send` over the ranks to `recv`; the order of the additions is the back end's own.
 
         `send` and `recv` are the same array or do not overlap. The 16-bit formats come as uint16 arrays.
+        """
+        ...
+
+    def combine_words(self, words: Words, operation: str, seed: int, /) -> None:
+        """Reduce the words over the ranks by an operation of gccomm's own, in place.
+
+        Every rank ends with the bits that `gccomm.operations.reduce_parts` gives for the whole array, however
+        a back end cuts it. `seed`, a 32-bit word, is equal on all ranks.
+
+        Raises
+        ------
+        ValueError
+            `operation` is none of `operations`, or `seed` is out of range.
         """
         ...
 
@@ -132,6 +151,11 @@ class Connect(Protocol):
     def __call__(self, comm: object = None) -> Backend:
         """Make a back end on `comm`, or on all processes of the job; collective."""
         ...
+
+
+def operations_of(backend: Backend) -> frozenset[str]:
+    """Return the operations that a back end can reduce words with; none where it does not say."""
+    return getattr(backend, "operations", frozenset())
 
 
 def _registered() -> dict[str, EntryPoint]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -185,10 +185,16 @@ def _lockstep(runs: Sequence[Generator[Transfer, None, Outcome]]) -> list[Outcom
 
 
 def _combine(transfers: Sequence[Transfer]) -> None:
-    from gccomm_local import combine
+    from gccomm_local import combine, combine_each
 
     head = transfers[0]
     if any(type(t) is not type(head) for t in transfers):
+        words = [t for t in transfers if isinstance(t, Maximum | WordAdd)]
+        if len(words) == len(transfers) and len({t.words.size for t in words}) == 1:
+            # As over MPI, a maximum and a sum of one size meet: the header then tells that calls differ.
+            kinds: list[Literal["max", "sum"]] = ["max" if isinstance(t, Maximum) else "sum" for t in words]
+            combine_each(kinds, [t.words for t in words])
+            return
         raise BackendError(f"virtual ranks make different transfers: {[type(t).__name__ for t in transfers]}")
     if isinstance(head, Maximum):
         combine("max", [t.words for t in transfers if isinstance(t, Maximum)])
@@ -202,8 +208,11 @@ def _combine(transfers: Sequence[Transfer]) -> None:
             np.copyto(t.recv, t.send)
         combine("float", [t.recv for t in floats], dtype=head.dtype)
     elif isinstance(head, Combine):
-        own = [t.words for t in transfers if isinstance(t, Combine)]
-        combine("own", own, operation=head.operation, seed=head.seed)
+        own = [t for t in transfers if isinstance(t, Combine)]
+        if len({(t.operation, t.seed) for t in own}) > 1:
+            calls = [f"{t.operation}, seed {t.seed}" for t in own]
+            raise BackendError(f"virtual ranks make different reductions: {calls}")
+        combine("own", [t.words for t in own], operation=head.operation, seed=head.seed)
     else:
         buffers = [t.buffer for t in transfers if isinstance(t, Broadcast)]
         for buffer in buffers:

@@ -43,7 +43,7 @@ class FloatAdd:
 class Combine:
     """Elementwise reduction of uint32 words, in place, by one of gccomm's own operations.
 
-    ``seed`` keys the noise of those that round; equal on all ranks.
+    ``operation`` is one of :data:`gccomm.operations.OPERATIONS`; ``seed`` a 32-bit word, equal on all ranks.
     """
 
     words: Words
@@ -71,5 +71,7 @@ def execute(transfer: Transfer, backend: Backend) -> None:
             backend.maximum(transfer.words)
         case FloatAdd():
             backend.sum_floats(transfer.send, transfer.recv, transfer.dtype)
+        case Combine():
+            backend.combine_words(transfer.words, transfer.operation, transfer.seed)
         case Broadcast():
             backend.broadcast(transfer.buffer, transfer.root)

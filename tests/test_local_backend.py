@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from gccomm_local import LocalBackend, LockstepGroup, combine, connect, group
 
 from gccomm import backends
 from gccomm.errors import BackendError, CollectiveTimeout
+from gccomm.operations import OPERATIONS, reduce_parts
 
 SIZES = (1, 2, 3, 4, 7)
 
@@ -155,14 +156,84 @@ def test_argument_errors_leave_the_group_usable() -> None:
     assert on_threads(group(2), work) == [2, 2]
 
 
-def test_different_operations_are_an_error_on_every_rank() -> None:
-    def work(backend: LocalBackend) -> None:
-        words = np.ones(4, np.uint32)
-        (backend.maximum if backend.rank else backend.sum_words)(words)
+@pytest.mark.parametrize("summing", [(0,), (1, 2), (0, 3)])
+def test_a_maximum_and_a_sum_of_one_size_meet(summing: tuple[int, ...]) -> None:
+    inputs = np.random.default_rng(7).integers(0, 2**32, (4, 256), np.uint32)
 
+    def work(backend: LocalBackend) -> tuple[np.ndarray, np.ndarray]:
+        words, ones = inputs[backend.rank].copy(), np.ones(3, np.uint32)
+        (backend.sum_words if backend.rank in summing else backend.maximum)(words)
+        backend.sum_words(ones)  # the group is still whole
+        return words, ones
+
+    total, largest = inputs.sum(axis=0, dtype=np.uint32), inputs.max(axis=0)
+    for rank, (words, ones) in enumerate(on_threads(group(4), work)):
+        np.testing.assert_array_equal(words, total if rank in summing else largest, strict=True)
+        assert ones.tolist() == [4, 4, 4]
+
+
+def in_other_size(backend: LocalBackend) -> None:
+    (backend.maximum if backend.rank else backend.sum_words)(np.ones(4 + backend.rank, np.uint32))
+
+
+def in_other_kind(backend: LocalBackend) -> None:
+    if backend.rank == 1:
+        backend.sum_floats(np.ones(4, np.float32), np.ones(4, np.float32), "float32")
+    else:
+        backend.sum_words(np.ones(4, np.uint32))
+
+
+def in_other_operation(backend: LocalBackend) -> None:
+    backend.combine_words(np.ones(4, np.uint32), ("saturate:4", "saturate:8", "exponent")[backend.rank], 0)
+
+
+def with_other_seed(backend: LocalBackend) -> None:
+    backend.combine_words(np.ones(4, np.uint32), "exponent", backend.rank)
+
+
+@pytest.mark.parametrize("work", [in_other_size, in_other_kind, in_other_operation, with_other_seed])
+def test_different_operations_are_an_error_on_every_rank(work: Callable[[LocalBackend], None]) -> None:
     results = on_threads(group(3), work)
     assert all(isinstance(result, BackendError) for result in results)
     assert all("different operations" in str(result) for result in results)
+
+
+@pytest.mark.parametrize("operation", sorted(OPERATIONS))
+@pytest.mark.parametrize("size", SIZES)
+def test_own_operations(size: int, operation: str) -> None:
+    inputs = np.random.default_rng(size).integers(0, 2**32, (size, 301), np.uint32)
+
+    def work(backend: LocalBackend) -> np.ndarray:
+        words = inputs[backend.rank].copy()
+        backend.combine_words(words, operation, 17)
+        return words
+
+    expected = np.empty(301, np.uint32)
+    reduce_parts(operation, 17, list(inputs.copy()), 0, expected)
+    all_equal(on_threads(group(size), work), expected)
+    buffers = [row.copy() for row in inputs]
+    LockstepGroup(size).combine("own", buffers, operation=operation, seed=17)
+    all_equal(buffers, expected)
+
+
+def test_unknown_operations_leave_the_group_usable() -> None:
+    def work(backend: LocalBackend) -> int:
+        words = np.ones(1, np.uint32)
+        with pytest.raises(ValueError, match="`operation` must be one of"):
+            backend.combine_words(words, "minimum", 0)
+        with pytest.raises(ValueError, match="`seed` must be"):
+            backend.combine_words(words, "exponent", -1)
+        backend.sum_words(words)
+        return int(words[0])
+
+    assert on_threads(group(2), work) == [2, 2]
+    with pytest.raises(ValueError, match="`operation` must be one of"):
+        combine("own", [np.ones(1, np.uint32)], operation="minimum")
+
+
+def test_a_back_end_says_what_it_can_reduce_with() -> None:
+    assert backends.operations_of(connect()) == OPERATIONS
+    assert backends.operations_of(cast("backends.Backend", object())) == frozenset()
 
 
 def test_abort_ends_waits_in_subgroups_and_later_calls() -> None:

@@ -30,16 +30,24 @@ class LockstepGroup:
             raise ValueError(message)
         self.size = size
 
-    def combine(self, kind: Kind, buffers: Sequence[npt.NDArray[Any]], *, dtype: str | None = None) -> None:
+    def combine(
+        self,
+        kind: Kind,
+        buffers: Sequence[npt.NDArray[Any]],
+        *,
+        dtype: str | None = None,
+        operation: str = "",
+        seed: int = 0,
+    ) -> None:
         """Reduce `buffers`, one per virtual rank, in place; see `gccomm_local.reduction.combine`.
 
         Raises
         ------
         ValueError
-            There is not one buffer per rank, or they differ in shape or type.
+            There is not one buffer per rank, they differ in shape or type, or there is no such operation.
         """
         self._require_all(buffers)
-        combine(kind, buffers, dtype=dtype)
+        combine(kind, buffers, dtype=dtype, operation=operation, seed=seed)
 
     def broadcast(self, buffers: Sequence[npt.NDArray[Any]], root: int) -> None:
         """Overwrite every buffer with that of virtual rank `root`.

@@ -43,7 +43,7 @@ class Meeting:
         self.size = size
         self.family = family
         self._round = 0
-        self._brought: dict[int, tuple[str, Any]] = {}
+        self._brought: dict[int, tuple[str, str, Any]] = {}
         self._result: Any = None
 
     def meet(
@@ -54,6 +54,7 @@ class Meeting:
         work: Callable[[list[Any]], Any],
         wait: Wait,
         deadline: Callable[[], float | None],
+        match: str | None = None,
     ) -> Any:
         """Wait for all ranks; the last to come calls `work` with what they bring, in rank order.
 
@@ -62,7 +63,7 @@ class Meeting:
         rank : int
             Who comes.
         topic : str
-            Must be the same on all ranks.
+            What this rank is in, for reports.
         brings : object
             Left alone by its owner until all have come.
         work : callable
@@ -71,18 +72,20 @@ class Meeting:
             The clock of this rank.
         deadline : callable
             Gives the time at which an interrupted rank gives up, or None.
+        match : str, optional
+            Must be the same on all ranks; without it `topic` must be.
 
         Raises
         ------
         BackendError
-            The family is or becomes broken, the topics differ, or `work` failed.
+            The family is or becomes broken, the ranks do not match, or `work` failed.
         CollectiveTimeout
             `wait` ran out.
         """
         with self.family.changed:
             self._require_whole()
             try:
-                self._brought[rank] = (topic, brings)
+                self._brought[rank] = (topic, match or topic, brings)
                 if len(self._brought) == self.size:
                     self._finish(work)
                 else:
@@ -100,12 +103,12 @@ class Meeting:
 
     def _finish(self, work: Callable[[list[Any]], Any]) -> None:
         ordered = [self._brought[rank] for rank in range(self.size)]
-        topics = [topic for topic, _ in ordered]
-        if len(set(topics)) > 1:
-            message = f"ranks are in different operations: {dict(enumerate(topics))}"
+        if len({match for _, match, _ in ordered}) > 1:
+            topics = {rank: topic for rank, (topic, _, _) in enumerate(ordered)}
+            message = f"ranks are in different operations: {topics}"
             raise BackendError(message)
         self._brought = {}
-        self._result = work([brings for _, brings in ordered])
+        self._result = work([brings for _, _, brings in ordered])
         self._round += 1
         self.family.changed.notify_all()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ITEM_TYPES", "Kind", "combine"]
+from gccomm.operations import check_operation, reduce_parts
 
-Kind = Literal["max", "sum", "float"]
-Array = npt.NDArray[Any]
+__all__ = ["ITEM_TYPES", "Kind", "combine", "combine_each"]
+
+Kind: TypeAlias = Literal["max", "sum", "float", "own"]
+Array: TypeAlias = npt.NDArray[Any]
 
 # How each float format of a float sum is held in an array.
 ITEM_TYPES: dict[str, np.dtype[Any]] = {
@@ -22,23 +24,28 @@ ITEM_TYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-def combine(kind: Kind, buffers: Sequence[Array], *, dtype: str | None = None) -> None:
+def combine(
+    kind: Kind, buffers: Sequence[Array], *, dtype: str | None = None, operation: str = "", seed: int = 0
+) -> None:
     """Reduce the ranks' arrays and write the result to each of them, in place.
 
     Parameters
     ----------
-    kind : {"max", "sum", "float"}
-        Unsigned maximum or sum mod 2^32 of uint32 words, or a float sum in rank order.
+    kind : {"max", "sum", "float", "own"}
+        Unsigned maximum or sum mod 2^32 of uint32 words, a float sum in rank order, or a reduction of words
+        by one of gccomm's own operations, in the order of `gccomm.operations`.
     buffers : sequence of arrays
         One per rank, all of one shape; uint32, or for ``"float"`` the type that holds `dtype`.
     dtype : {"float32", "float64", "bfloat16", "float16"}, optional
         Format of a float sum; the 16-bit ones as uint16, rounded to nearest even after each addition, as a
         ring that sends them would. May be left out for float32 and float64 arrays.
+    operation, seed : str, int
+        For ``"own"``; see `gccomm.backends.Backend.combine_words`.
 
     Raises
     ------
     ValueError
-        Shapes or types differ or do not fit `kind`.
+        Shapes or types differ or do not fit `kind`, or there is no such operation or seed.
     """
     first = buffers[0]
     name = None
@@ -49,11 +56,41 @@ def combine(kind: Kind, buffers: Sequence[Array], *, dtype: str | None = None) -
         held = [f"{b.dtype} {b.shape}" for b in buffers]
         message = f"a {kind} of {name or 'uint32'} needs equal arrays of {expected}; the ranks hold {held}"
         raise ValueError(message)
-    total = first
+    if kind == "own":
+        check_operation(operation, seed)
+        reduce_parts(operation, seed, buffers, 0, first)
+    else:
+        for other in buffers[1:]:
+            _accumulate(kind, name, first, other)
     for other in buffers[1:]:
-        _accumulate(kind, name, total, other)
-    for other in buffers[1:]:
-        np.copyto(other, total)
+        np.copyto(other, first)
+
+
+def combine_each(kinds: Sequence[Literal["max", "sum"]], buffers: Sequence[Array]) -> None:
+    """Give every rank the result of its own operation over the words of all ranks, in place.
+
+    A rank in the maximum of one call and a rank in the sum of another meet like this: each then finds in the
+    header that the calls differ.
+
+    Parameters
+    ----------
+    kinds : sequence of {"max", "sum"}
+        One per rank.
+    buffers : sequence of array of uint32
+        One per rank, all of one shape.
+
+    Raises
+    ------
+    ValueError
+        Shapes or types differ.
+    """
+    results: dict[str, Array] = {}
+    for kind in dict.fromkeys(kinds):
+        copies = [buffer.copy() for buffer in buffers]
+        combine(kind, copies)
+        results[kind] = copies[0]
+    for kind, buffer in zip(kinds, buffers, strict=True):
+        np.copyto(buffer, results[kind])
 
 
 def _accumulate(kind: Kind, name: str | None, total: Array, other: Array) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from gccomm.backends import Activity, Backend, Bytes, FloatName, Patience, Words
 from gccomm.errors import BackendError
+from gccomm.operations import OPERATIONS, check_operation
 from gccomm_local.meeting import Family, Meeting
-from gccomm_local.reduction import combine
+from gccomm_local.reduction import combine, combine_each
 
 __all__ = ["LocalBackend", "connect", "group"]
 
@@ -24,6 +25,7 @@ class LocalBackend:
 
     name = "local"
     one_host = True
+    operations = OPERATIONS
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = rank
@@ -37,17 +39,30 @@ class LocalBackend:
 
     def maximum(self, words: Words, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""
-        self._meet(f"maximum of {words.size} words", words, lambda arrays: combine("max", arrays))
+        self._reduce_words("max", f"maximum of {words.size} words", words)
 
     def sum_words(self, words: Words, /) -> None:
         """Replace each word by its sum over the ranks, mod 2^32."""
-        self._meet(f"sum of {words.size} words", words, lambda arrays: combine("sum", arrays))
+        self._reduce_words("sum", f"sum of {words.size} words", words)
+
+    def _reduce_words(self, kind: Literal["max", "sum"], topic: str, words: Words) -> None:
+        # Calls that differ must meet, as they do over MPI: what they bring then tells each that they differ.
+        self._meet(topic, (kind, words), _reduce_each, match=f"reduction of {words.size} words")
 
     def sum_floats(self, send: npt.NDArray[Any], recv: npt.NDArray[Any], dtype: FloatName, /) -> None:
         """Write the sum of `send` over the ranks, in rank order, to `recv`."""
         if recv is not send:
             np.copyto(recv, send)
         self._meet(f"sum of {recv.size} {dtype}", recv, lambda arrays: combine("float", arrays, dtype=dtype))
+
+    def combine_words(self, words: Words, operation: str, seed: int, /) -> None:
+        """Reduce the words over the ranks by an operation of gccomm's own, in the order it documents."""
+        check_operation(operation, seed)
+
+        def work(arrays: list[Words]) -> None:
+            combine("own", arrays, operation=operation, seed=seed)
+
+        self._meet(f"reduction `{operation}` of {words.size} words, seed {seed}", words, work)
 
     def broadcast(self, buffer: Bytes, root: int, /) -> None:
         """Overwrite `buffer` with that of rank `root`."""
@@ -98,12 +113,23 @@ class LocalBackend:
         """Say what a stall report calls the present work."""
         self._patience.activity = activity
 
-    def _meet(self, topic: str, brings: Any, work: Any) -> Any:
+    def _meet(self, topic: str, brings: Any, work: Any, match: str | None = None) -> Any:
         if self._closed:
             message = f"{topic}: this communicator is closed"
             raise BackendError(message)
         wait = self._patience.begin(topic)
-        return self._meeting.meet(self.rank, topic, brings, work, wait, lambda: self.interrupt_deadline)
+        return self._meeting.meet(self.rank, topic, brings, work, wait, self._deadline, match)
+
+    def _deadline(self) -> float | None:
+        return self.interrupt_deadline
+
+
+def _reduce_each(brought: list[tuple[Literal["max", "sum"], Words]]) -> None:
+    kinds, arrays = [kind for kind, _ in brought], [words for _, words in brought]
+    if len(set(kinds)) == 1:
+        combine(kinds[0], arrays)
+    else:
+        combine_each(kinds, arrays)
 
 
 def _group(size: int, family: Family) -> list[LocalBackend]:

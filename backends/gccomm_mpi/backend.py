@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -10,8 +11,9 @@ from mpi4py import MPI
 
 from gccomm.backends import Activity, Backend, Bytes, FloatName, Words
 from gccomm.errors import BackendError
+from gccomm.operations import OPERATIONS, check_operation, reduce_parts
 from gccomm_mpi.channel import Channel, Operation, cached
-from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, exchange
+from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, exchange, exchange_in_order
 from gccomm_mpi.failure import abort_job, guard
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 
@@ -37,6 +39,7 @@ class MpiBackend:
     """
 
     name = "mpi"
+    operations = OPERATIONS
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -93,6 +96,22 @@ class MpiBackend:
             for source, target in _pieces(send, recv, self.max_count):
                 first: Any = MPI.IN_PLACE if source is target else (source, datatype)
                 channel.complete(channel.comm.Iallreduce(first, (target, datatype), operator.op), name)
+
+    def combine_words(self, words: Words, operation: str, seed: int, /) -> None:
+        """Reduce the words over the ranks by an operation of gccomm's own, through gccomm's exchange.
+
+        Raises
+        ------
+        ValueError
+            There is no such operation, or `seed` is no 32-bit word.
+        """
+        check_operation(operation, seed)
+        name, count = f"reduction `{operation}`", min(self.max_count, PIECE_BYTES // words.itemsize)
+        with self._operation(name, words) as channel:
+            if self.size == 1:
+                return
+            for place, (piece, _) in enumerate(_pieces(words, words, count)):
+                exchange_in_order(channel, name, piece, place * count, partial(reduce_parts, operation, seed))
 
     def broadcast(self, buffer: Bytes, root: int, /) -> None:
         """Overwrite `buffer` with that of rank `root`."""

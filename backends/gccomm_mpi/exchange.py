@@ -7,16 +7,18 @@ ranks get the same bits, floats included, because each share is reduced in one p
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy.typing as npt
+from mpi4py import MPI
 
 from gccomm_mpi.channel import Channel
 from gccomm_mpi.failure import abandon
 from gccomm_mpi.operators import Operator
 
-__all__ = ["PIECE_BYTES", "SHARE_BYTES", "exchange"]
+__all__ = ["PIECE_BYTES", "SHARE_BYTES", "exchange", "exchange_in_order"]
 
 # Smaller shares go faster by MPI's own all-reduce, larger arrays in pieces.
 SHARE_BYTES = 1 << 15
@@ -82,6 +84,71 @@ def _swap(
     for request in requests:
         channel.complete(request, name)
     operator.combine(send, other, recv)
+
+
+def exchange_in_order(
+    channel: Channel, name: str, words: Array, first: int, fold: Callable[[Sequence[Array], int, Array], None]
+) -> None:
+    """Reduce `words` over the ranks, in place, by a function that gets the parts of all ranks at once.
+
+    Parameters
+    ----------
+    channel : Channel
+        Of at least two ranks.
+    name : str
+        The operation, for reports.
+    words : array of uint32, shape (n,)
+        Any size, as small as may be.
+    first : int
+        Number of its first word in the whole array.
+    fold : callable
+        ``fold(parts, start, out)``: reduces the parts of all ranks, in rank order, which begin at word
+        `start` of the whole array, to `out`, which may be one of them; may overwrite the parts. Each share is
+        folded on one rank, or, the same way, on both of two.
+
+    Raises
+    ------
+    CollectiveTimeout
+        A wait took longer than allowed; all requests and arrays are kept for good.
+    """
+    comm = channel.comm
+    # Of two ranks each takes the other's whole array: as many bytes, half the waits.
+    shares = [slice(0, words.size)] * 2 if comm.size == 2 else _shares(words.size, comm.size)
+    mine = shares[comm.rank]
+    scratch = channel.scratch(words.dtype, (comm.size - 1) * (mine.stop - mine.start))
+    requests: list[Any] = []
+    try:
+        parts = _collect(channel, name, [words[share] for share in shares], scratch, requests)
+        fold(parts, first + mine.start, words[mine])
+        if comm.size > 2:
+            _gather(channel, name, [words[share] for share in shares], MPI.UINT32_T, requests)
+    except BaseException:
+        abandon((requests, words, scratch))
+        raise
+
+
+def _collect(
+    channel: Channel, name: str, shares: list[Array], scratch: Array, requests: list[Any]
+) -> list[Array]:
+    """Send every other rank its share, and return all ranks' parts of this rank's, in rank order."""
+    comm, rank, size, width = (
+        channel.comm,
+        channel.comm.rank,
+        channel.comm.size,
+        shares[channel.comm.rank].size,
+    )
+    parts = [scratch[place * width : (place + 1) * width] for place in range(size - 1)]
+    parts.insert(rank, shares[rank])
+    for hop in range(1, size):
+        peer = (rank - hop) % size
+        requests.append(comm.Irecv((parts[peer], MPI.UINT32_T), peer, _REDUCE_TAG))
+    for hop in range(1, size):
+        peer = (rank + hop) % size
+        requests.append(comm.Isend((shares[peer], MPI.UINT32_T), peer, _REDUCE_TAG))
+    for request in requests:
+        channel.complete(request, name)
+    requests.clear()
+    return parts
 
 
 def _shares(length: int, size: int) -> list[slice]:

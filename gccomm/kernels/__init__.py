@@ -15,6 +15,9 @@ try:
         encode,
         exact_decode,
         exact_encode,
+        exponent_add,
+        exponent_decode,
+        exponent_encode,
         float_decode,
         float_encode,
         int_decode,
@@ -28,6 +31,7 @@ try:
         pool_stats,
         pool_trim,
         reduce_op,
+        saturating_add,
         set_isa,
     )
 except ImportError as error:
@@ -47,6 +51,9 @@ __all__ = [
     "encode",
     "exact_decode",
     "exact_encode",
+    "exponent_add",
+    "exponent_decode",
+    "exponent_encode",
     "float_decode",
     "float_encode",
     "int_decode",
@@ -60,5 +67,6 @@ __all__ = [
     "pool_stats",
     "pool_trim",
     "reduce_op",
+    "saturating_add",
     "set_isa",
 ]

@@ -166,3 +166,43 @@ def set_isa(name: str) -> None:
     ValueError
         This machine has no such level.
     """
+
+def saturating_add(a: int, b: int, out: int, count: int, width: int) -> None:
+    """Add `count` words of saturating lanes of `width` bits; `out` may be `a` or `b`.
+
+    Raises
+    ------
+    ValueError
+        No such width up to 16, or a negative count.
+    """
+
+def exponent_add(a: int, b: int, out: int, count: int, seed: int, start: int) -> None:
+    """Add `count` words of the exponent format, rounded at random; `out` may be `a` or `b`.
+
+    `seed` is the 32-bit seed of this addition, `start` the number of the first word in the whole array.
+
+    Raises
+    ------
+    ValueError
+        A negative count.
+    """
+
+def exponent_encode(values: int, out: int, count: int, key0: int, key1: int, start: int) -> None:
+    """Round `count` float32 values at random to bytes of the exponent format, zeros to the end of a word.
+
+    The noise of value i is the hash of number ``start + i`` under the 32-bit words `key0` and `key1`.
+
+    Raises
+    ------
+    ValueError
+        A negative count.
+    """
+
+def exponent_decode(words: int, out: int, count: int) -> None:
+    """Write the float32 values of `count` bytes of the exponent format.
+
+    Raises
+    ------
+    ValueError
+        A negative count.
+    """

@@ -58,6 +58,19 @@ def test_word_sum_wraps(backend: Any, world: Any, length: int) -> None:
     np.testing.assert_array_equal(words, expected.astype(np.uint32), strict=True)
 
 
+@pytest.mark.parametrize("length", [1, 7, 256, 4096])
+@pytest.mark.parametrize("only", ["first", "last"])
+def test_a_maximum_and_a_sum_of_one_size_complete(backend: Any, world: Any, length: int, only: str) -> None:
+    """Each rank gets a mixture, and can see in what it gets that the calls differ; then all goes on."""
+    alone = 0 if only == "first" else world.size - 1
+    for reverse in (False, True):
+        words = words_of(world.rank, length)
+        (backend.sum_words if (world.rank == alone) != reverse else backend.maximum)(words)
+        words = words_of(world.rank, length)
+        backend.sum_words(words)
+        np.testing.assert_array_equal(words, every(world, length).sum(axis=0, dtype=np.uint32))
+
+
 @pytest.mark.parametrize("in_place", ["same", "view", "apart"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("length", LENGTHS)

@@ -5,6 +5,7 @@
 #include "exact.h"
 #include "floats.h"
 #include "integers.h"
+#include "operations.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
@@ -24,6 +25,10 @@ const Kernels kernels = {
     nonfinite,
     add_halves<BFloat16>,
     add_halves<Float16>,
+    saturating_add,
+    exponent_add,
+    exponent_encode,
+    exponent_decode,
 };
 
 }  // namespace gccomm::GCCOMM_LEVEL

@@ -155,6 +155,34 @@ Address reduce_op(const std::string& name) {
     throw std::invalid_argument("no reduction for \"" + name + "\"; there are: bfloat16, float16");
 }
 
+WordPair word_pair(Address a, Address b, Address out, Index count) {
+    require(count >= 0, "count must not be negative");
+    return {pointer<const std::uint32_t>(a), pointer<const std::uint32_t>(b), pointer<std::uint32_t>(out),
+            count};
+}
+
+void saturating_add(Address a, Address b, Address out, Index count, int width) {
+    check_lanes(width, 1);
+    require(width <= 16, "saturating lanes have at most 16 bits");
+    kernels().saturating_add(word_pair(a, b, out, count), width);
+}
+
+void exponent_add(Address a, Address b, Address out, Index count, std::uint32_t seed, Index start) {
+    kernels().exponent_add(word_pair(a, b, out, count), seed, start);
+}
+
+void exponent_encode(Address values, Address out, Index count, std::uint32_t key0, std::uint32_t key1,
+                     Index start) {
+    require(count >= 0, "count must not be negative");
+    kernels().exponent_encode(pointer<const float>(values), pointer<std::uint32_t>(out), count, key0, key1,
+                              start);
+}
+
+void exponent_decode(Address words, Address out, Index count) {
+    require(count >= 0, "count must not be negative");
+    kernels().exponent_decode(pointer<const std::uint32_t>(words), pointer<float>(out), count);
+}
+
 // A block of the pool for as long as an array of Python's refers to it.
 struct Lease {
     void* block;
@@ -251,5 +279,11 @@ NB_MODULE(_native, m) {
     m.def("isas", &g::usable_levels);
     m.def("isa", &g::current_level);
     m.def("set_isa", &g::choose_level, "name"_a);
+    m.def("saturating_add", &g::saturating_add, "a"_a, "b"_a, "out"_a, "count"_a, "width"_a, Released());
+    m.def("exponent_add", &g::exponent_add, "a"_a, "b"_a, "out"_a, "count"_a, "seed"_a, "start"_a,
+          Released());
+    m.def("exponent_encode", &g::exponent_encode, "values"_a, "out"_a, "count"_a, "key0"_a, "key1"_a,
+          "start"_a, Released());
+    m.def("exponent_decode", &g::exponent_decode, "words"_a, "out"_a, "count"_a, Released());
     g::choose_from_environment();
 }

@@ -96,6 +96,13 @@ struct FloatArgs {
     bool mean, stream;
 };
 
+// The words of two ranks, and where their reduction goes.
+struct WordPair {
+    const std::uint32_t *a, *b;
+    std::uint32_t* out;  // may be a or b
+    std::int64_t count;
+};
+
 using ReduceFunction = void (*)(void* in, void* inout, int* length, void* datatype);
 
 // One per instruction-set level.
@@ -112,6 +119,11 @@ struct Kernels {
     void (*float_decode)(const Batch&, const FloatArgs&);
     bool (*nonfinite)(const Batch&);
     ReduceFunction add_bfloat16, add_float16;
+    void (*saturating_add)(const WordPair&, int width);
+    void (*exponent_add)(const WordPair&, std::uint32_t seed, std::int64_t start);
+    void (*exponent_encode)(const float* values, std::uint32_t* out, std::int64_t count, std::uint32_t key0,
+                            std::uint32_t key1, std::int64_t start);
+    void (*exponent_decode)(const std::uint32_t* words, float* out, std::int64_t count);
 };
 
 }  // namespace gccomm

@@ -25,6 +25,15 @@ from gccomm.kernels.reference.exact import exact_decode, exact_encode
 from gccomm.kernels.reference.floats import float_decode, float_encode
 from gccomm.kernels.reference.hashing import block_keys, check_words, coordinate_hash, fmix
 from gccomm.kernels.reference.integers import integer_decode, integer_encode, integer_range
+from gccomm.kernels.reference.operations import (
+    exponent_add,
+    exponent_add_bytes,
+    exponent_decode,
+    exponent_encode,
+    indexed_hash,
+    leading_zeros,
+    saturating_add,
+)
 from gccomm.kernels.reference.packing import pack, unpack
 from gccomm.kernels.reference.quantise import Encoded, Grid, encode, quantise
 from gccomm.kernels.reference.rotation import Rotation, padded, rotate, sign_words, unrotate
@@ -54,12 +63,18 @@ __all__ = [
     "encoded_maxima",
     "exact_decode",
     "exact_encode",
+    "exponent_add",
+    "exponent_add_bytes",
+    "exponent_decode",
+    "exponent_encode",
     "float_decode",
     "float_encode",
     "fmix",
+    "indexed_hash",
     "integer_decode",
     "integer_encode",
     "integer_range",
+    "leading_zeros",
     "maxima",
     "maxima_and_energies",
     "narrow",
@@ -68,6 +83,7 @@ __all__ = [
     "padded",
     "quantise",
     "rotate",
+    "saturating_add",
     "sign_words",
     "split_scale",
     "unpack",

@@ -1,0 +1,97 @@
+"""Reductions of words that are no sums: their names, and the order in which every back end applies them.
+
+``saturate:W`` adds signed lanes of W bits and stops at the ends of their range; ``exponent`` adds numbers of
+the exponent format, rounded at random (:mod:`gccomm.kernels.reference.operations` is the specification).
+Neither is associative, so the order counts: the ranks' words are added in pairs of neighbours, (0, 1),
+(2, 3), ..., then the sums in pairs, and so on; one without a neighbour waits for the next round. The
+randomness hangs on the seed, the number of the addition and the place in the whole array. So results depend
+neither on how a back end cuts the array nor on which rank adds.
+
+A tree, because fewer roundings follow each other than along a chain. Each takes an exponent down by one at
+most: magnitudes up to 2**-(1 + ceil(log2 n)) cannot saturate, however they are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm.noise import GOLDEN, MASK32, fmix
+
+__all__ = ["OPERATIONS", "SATURATING_WIDTHS", "addition_seed", "check_operation", "reduce_parts"]
+
+Words: TypeAlias = npt.NDArray[np.uint32]
+_Add: TypeAlias = Callable[[Words, Words, Words, int], None]
+
+SATURATING_WIDTHS = (2, 3, 4, 5, 6, 8, 10, 16)
+OPERATIONS = frozenset({"exponent", *(f"saturate:{width}" for width in SATURATING_WIDTHS)})
+
+
+def check_operation(operation: str, seed: int) -> None:
+    """Refuse an unknown operation or seed.
+
+    Raises
+    ------
+    ValueError
+        `operation` is none of :data:`OPERATIONS`, or `seed` is no 32-bit word.
+    """
+    if operation not in OPERATIONS:
+        message = f"`operation` must be one of {', '.join(sorted(OPERATIONS))}; got {operation!r}"
+        raise ValueError(message)
+    if not 0 <= seed <= MASK32:
+        message = f"`seed` must be from 0 to 2^32 - 1; got {seed!r}"
+        raise ValueError(message)
+
+
+def addition_seed(seed: int, addition: int) -> int:
+    """Return the seed of one addition of a reduction, counted from 0 in the order in which they are made."""
+    return fmix(seed + addition * GOLDEN)
+
+
+def reduce_parts(operation: str, seed: int, parts: Sequence[Words], start: int, out: Words) -> None:
+    """Reduce the words of all ranks in the documented order.
+
+    Parameters
+    ----------
+    operation : str
+        One of :data:`OPERATIONS`.
+    seed : int
+        Of the whole reduction, 0 to 2**32 - 1.
+    parts : sequence of array of uint32, shape (words,)
+        One per rank, in rank order, contiguous and apart; overwritten.
+    start : int
+        Number of their first word in the whole array.
+    out : array of uint32, shape (words,)
+        Result; may be one of the parts.
+    """
+    if len(parts) == 1:
+        np.copyto(out, parts[0])
+        return
+    add, done, left = _adder(operation, start), 0, list(parts)
+    while len(left) > 1:
+        for a, b in zip(left[0::2], left[1::2], strict=False):
+            add(a, b, out if len(left) == 2 else a, addition_seed(seed, done))
+            done += 1
+        left = left[0::2]
+
+
+def _adder(operation: str, start: int) -> _Add:
+    if operation == "exponent":
+        return partial(_add_exponents, start)
+    return partial(_add_lanes, int(operation.partition(":")[2]))
+
+
+def _add_lanes(width: int, a: Words, b: Words, out: Words, _seed: int) -> None:
+    from gccomm.kernels import address, saturating_add
+
+    saturating_add(address(a), address(b), address(out), out.size, width)
+
+
+def _add_exponents(start: int, a: Words, b: Words, out: Words, seed: int) -> None:
+    from gccomm.kernels import address, exponent_add
+
+    exponent_add(address(a), address(b), address(out), out.size, seed, start)
