@@ -13,6 +13,7 @@ from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome
 from gccomm.errors import BackendError
 from gccomm.layout import PIECE_COORDINATES
+from gccomm.operations import OPERATIONS
 from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.stats import Stats
 from gccomm.steps import Words
@@ -143,7 +144,7 @@ def _steps(
     steps: int,
     one_host: bool,
 ) -> Iterator[tuple[int, Sequence[Any], list[Any], list[Stats]]]:
-    places = [Place(rank, len(reductions), one_host) for rank in range(len(reductions))]
+    places = [Place(rank, len(reductions), one_host, OPERATIONS) for rank in range(len(reductions))]
     inputs = first
     for step in range(steps):
         if callable(xs) and step:

@@ -23,6 +23,15 @@ _BUILT_IN = {
     "fp16": "gccomm.codecs.floats:Float16",
     "uniform": "gccomm.codecs.uniform:Uniform",
     "rotated": "gccomm.codecs.rotated:Rotated",
+    "thc": "gccomm.codecs.thc:THC",
+    "topkc": "gccomm.codecs.topkc:TopKC",
+    "powersgd": "gccomm.codecs.powersgd:PowerSGD",
+    "qsgd-mn": "gccomm.codecs.qsgd:QSGDMaxNorm",
+    "qsgd-mn-ts": "gccomm.codecs.qsgd:QSGDMultiScale",
+    "grandk-mn": "gccomm.codecs.grandk:GlobalRandK",
+    "grandk-mn-ts": "gccomm.codecs.grandk:GlobalRandKMultiScale",
+    "global-qsgd": "gccomm.codecs.global_qsgd:GlobalQSGD",
+    "intsgd": "gccomm.codecs.intsgd:IntSGD",
 }
 _loaded: dict[str, type[Codec]] = {}
 _made: dict[str, Codec] = {}  # codecs by the text that asked for them: they are immutable
