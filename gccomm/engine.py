@@ -374,6 +374,7 @@ class _Engine:
             stats.float32_bytes += 4 * x.coordinates
             stats.codecs[x.codec.id] = stats.codecs.get(x.codec.id, 0) + x.coordinates
             stats.clamps += x.clamps
+            stats.measure_bytes += x.sketch.words.nbytes if x.sketch is not None else 0
             if r.step is None:
                 stats.error.take(x)
 

@@ -92,7 +92,7 @@ class Reducer:
             nonfinite,
             integer("seed", seed, "an integer"),
             integer("bucket_bytes", bucket_bytes, "a number of bytes", 1),
-            measure=8,
+            measure=16,
             choices=f"codec={codecs!r}, op={ops!r}, error_feedback={error_feedback}",
         )
         from gccomm.api import resolve

@@ -1,11 +1,11 @@
 """How large the error of a reduction is, measured: random projections of every rank's own rounding errors.
 
 A rank knows what it sent and so its own error e_r; the error of the sum is the sum of the e_r, which nobody
-knows. But projections are linear: each rank multiplies the errors of a block with the same random signs s, and
-the words sum_i s_i e_ri travel behind a sum's lanes. Their sums over the ranks are sum_i s_i e_i, whose mean
-square is ||e||^2, however the errors of ranks depend on one another (N. Alon, Y. Matias and M. Szegedy, "The
+knows. But projections are linear: each rank multiplies the errors of a block with the same random signs s,
+and the words sum_i s_i e_ri travel behind a sum's lanes. Their sums over the ranks are sum_i s_i e_i, whose
+mean square is ||e||^2, however the errors of ranks depend on each other (N. Alon, Y. Matias, M. Szegedy, "The
 space complexity of approximating the frequency moments", 1996). Blocks are drawn in proportion to their
-squared steps: a few hundred projections say it to a few percent, whatever the blocks' magnitudes.
+squared steps: some hundred projections say it to a few percent, whatever the blocks' magnitudes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST", "Sketch", "chosen"]
 
 FEW = 4  # operands that are all measured; of more, one
-PROJECTIONS = 512  # of an operand, at most
+PROJECTIONS = 1024  # of an operand, at most
 LARGEST = 1 << 21  # coordinates of an operand whose errors are kept for a moment
 UNIT = 1 / 64  # of a step, in which projections travel
 
@@ -54,7 +54,7 @@ class Sketch:
 
     def __init__(self, x: Operand) -> None:
         self.x = x
-        count = min(PROJECTIONS, x.coordinates // 256)
+        count = min(PROJECTIONS, x.coordinates // 128)
         self.words = np.zeros(count, dtype=np.uint32)
         self.blocks = np.zeros(count, dtype=np.int64)  # that the projections are of
         self.total = 0.0  # sum of all blocks' lengths times squared steps, over the largest step's square

@@ -51,6 +51,8 @@ class Stats:
     ----------
     wire_bytes : int
         Payload that this rank handed to the back end, agreement included.
+    measure_bytes : int
+        Of these, what measures the error.
     float32_bytes : int
         What the same coordinates take as float32.
     messages : int
@@ -64,6 +66,7 @@ class Stats:
     """
 
     wire_bytes: int = 0
+    measure_bytes: int = 0
     float32_bytes: int = 0
     messages: int = 0
     encode_s: float = 0.0
@@ -87,6 +90,6 @@ class Stats:
 
         Measured in a part of the data: the error by random projections of all ranks' rounding errors, see
         :mod:`gccomm.sketch`; the sum by the energy of what was decoded, less the error's. A Reducer measures
-        in its first three steps and every eighth one; in others this is the last estimate.
+        in its first three steps and every sixteenth one; in others this is the last estimate.
         """
         return self.error.vnmse()

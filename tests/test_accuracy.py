@@ -218,7 +218,7 @@ def test_figures_are_those_of_the_codec() -> None:
     assert len(set(eight.vnmse_steps)) == 3
     assert eight.vnmse_estimate == pytest.approx(eight.vnmse, rel=0.2)
     assert (eight.lane_bits, half.lane_bits) == (8, None)
-    assert eight.wire_bits == pytest.approx(8 + 32 / 1024, abs=0.2)
+    assert eight.wire_bits == pytest.approx(8 + 32 / 1024, abs=0.1)
     assert (eight.spans, eight.spans_redone, eight.clamps, eight.ranks_equal) == (2, 0, 0, True)
     assert raw.vnmse is not None
     assert half.vnmse is not None

@@ -84,7 +84,7 @@ class Codec(ABC):
     unit: ClassVar[str] = "blocks"
     private: ClassVar[bool] = False
     stateful: bool = False
-    sketched: ClassVar[bool] = False
+    sketched: bool = False
     reencodes: bool = False
     operation: str | None = None
 

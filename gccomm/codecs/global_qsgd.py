@@ -55,7 +55,6 @@ class GlobalQSGD(QSGDMaxNorm):
     """
 
     id: ClassVar[str] = "global-qsgd"
-    sketched: ClassVar[bool] = False
 
     def __init__(self, wire_bits: int = 8, dithering: str = "standard") -> None:
         QSGDMaxNorm.__init__(self, wire_bits, "max")
@@ -65,7 +64,7 @@ class GlobalQSGD(QSGDMaxNorm):
             if self.wire_bits != 8:
                 msg = f'`wire_bits` must be 8 with dithering="exponential", got {wire_bits!r}'
                 raise ValueError(msg)
-            self.operation, self.sums_as = "exponent", "own operation"
+            self.operation, self.sums_as, self.sketched = "exponent", "own operation", False
 
     def require_size(self, size: int, item_bytes: int) -> None:
         """Refuse more ranks than a lane has whole levels for."""

@@ -68,7 +68,7 @@ class GlobalRandK(QSGDMaxNorm):
     """
 
     id: ClassVar[str] = "grandk-mn"
-    sketched: ClassVar[bool] = False  # what is summed is no part of the operand
+    sketched = False  # what is summed is no part of the operand
 
     def __init__(self, keep: int = 10, scaled: bool = False, wire_bits: int = 8, norm: str = "max") -> None:
         QSGDMaxNorm.__init__(self, wire_bits, norm)

@@ -76,7 +76,7 @@ class IntSGD(Codec):
     id: ClassVar[str] = "intsgd"
     unit: ClassVar[str] = "tensor"
     private: ClassVar[bool] = True
-    sketched: ClassVar[bool] = True
+    sketched = True
     stateful: bool = True
 
     def __init__(self, wire_bits: int = 8, beta: float = 0.9, eps: float = 1e-8) -> None:

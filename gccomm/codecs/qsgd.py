@@ -51,7 +51,7 @@ class QSGDMaxNorm(Codec):
     id: ClassVar[str] = "qsgd-mn"
     unit: ClassVar[str] = "tensor"
     private: ClassVar[bool] = True
-    sketched: ClassVar[bool] = True
+    sketched = True
 
     def __init__(self, wire_bits: int = 8, norm: str = "l2") -> None:
         self.wire_bits = lane_width(wire_bits)

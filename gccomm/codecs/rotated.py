@@ -57,7 +57,7 @@ class Rotated(Codec):
     """
 
     id: ClassVar[str] = "rotated"
-    sketched: ClassVar[bool] = True
+    sketched = True
 
     def __init__(
         self, wire_bits: int = 8, headroom: str = "auto", rotations: int = 1, scales: str = "agreed"

@@ -67,7 +67,7 @@ class THC(Codec):
 
     id: ClassVar[str] = "thc"
     private: ClassVar[bool] = True
-    sketched: ClassVar[bool] = True
+    sketched = True
     rounding = "biased"
     biased = True
 
@@ -93,7 +93,7 @@ class THC(Codec):
         if saturate:
             self.operation = f"saturate:{self.wire_bits}"
             self.sums_as = "own operation"
-            self.sketched = False  # type: ignore[misc]  # sketches travel behind sums alone
+            self.sketched = False  # sketches travel behind sums alone
             largest = 2**self.wire_bits - 2
             if granularity is not None and (granularity % 2 or granularity > largest):
                 msg = (

@@ -47,7 +47,7 @@ class Uniform(Codec):
     """
 
     id: ClassVar[str] = "uniform"
-    sketched: ClassVar[bool] = True
+    sketched = True
 
     def __init__(self, wire_bits: int = 8, scales: str = "agreed") -> None:
         self.wire_bits = lane_width(wire_bits)

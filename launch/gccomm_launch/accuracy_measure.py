@@ -194,7 +194,7 @@ class _Case:
         shapes = [leaf.shape for leaf in _leaves(one)]
         known = not self._refused
         coordinates = sum(leaf.size for leaf in _leaves(one))
-        bits = _mean(s.wire_bytes * 8 / coordinates for s in self._stats)
+        bits = _mean((s.wire_bytes - s.measure_bytes) * 8 / coordinates for s in self._stats)
         return Row(
             family,
             n,

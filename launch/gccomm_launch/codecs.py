@@ -94,7 +94,8 @@ def _wire(codec: Codec) -> float:
     """Reduce an array over two virtual ranks and return the bits a coordinate, in the third step."""
     x = np.ones(_COORDINATES, dtype=np.float32)
     _, stats = simulate([{"x": x}, {"x": x}], codec, steps=3, exact_below=0)
-    return 8 * (stats[0].wire_bytes - 4 * HEADER_WORDS) / _COORDINATES
+    sent = stats[0].wire_bytes - stats[0].measure_bytes - 4 * HEADER_WORDS
+    return 8 * sent / _COORDINATES
 
 
 def _table(infos: Sequence[CodecInfo]) -> list[str]:
