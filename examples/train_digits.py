@@ -132,7 +132,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description="Train a digit classifier on several ranks with compressed gradients.",
         epilog="Start it with `gccomm run -n 2` or mpiexec, or alone.",
     )
-    parser.add_argument("--codec", default="uniform", help="of the gradients (default uniform, 8 bits)")
+    parser.add_argument("--codec", default="rotated", help="of the gradients (default rotated, 8 bits)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, shuffling and rounding (default 0)")
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training set (default 30)")
     parser.add_argument("--batch", type=int, default=48, help="samples a step, over all ranks (default 48)")

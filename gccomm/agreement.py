@@ -24,13 +24,24 @@ from gccomm import errors
 from gccomm.steps import Words
 from gccomm.transfers import Maximum, Transfer
 
-__all__ = ["HEADER_WORDS", "MESSAGE_WORDS", "SCALE_WORDS", "Call", "digest", "verify", "write_header"]
+__all__ = [
+    "HEADER_WORDS",
+    "MESSAGE_WORDS",
+    "SCALE_WORDS",
+    "SUM_WORDS",
+    "Call",
+    "digest",
+    "verify",
+    "verify_summed",
+    "write_header",
+    "write_summed",
+]
 
 HEADER_WORDS = 64
 SCALE_WORDS = 192
 MESSAGE_WORDS = HEADER_WORDS + SCALE_WORDS
 WIRE_VERSION = 0x67630001
-OPCODES = {"compressed_allreduce": 1, "broadcast": 2, "barrier": 3, "split": 4, "close": 5}
+OPCODES = {"compressed_allreduce": 1, "broadcast": 2, "barrier": 3, "split": 4, "close": 5, "redo": 6}
 FIELDS = (
     "version",
     "opcode",
@@ -47,6 +58,7 @@ FIELDS = (
 ERROR_WORD = 2 * len(FIELDS)  # rank + 1 of a rank that failed its own checks
 MISSING_WORD = ERROR_WORD + 1  # some rank passed None for a key that is known
 SLOT_BYTES = 3 * 1024  # text of one rank in the second exchange; three bytes a word keep words below 2^31
+SUM_WORDS = 8  # of a summed header
 TEXT_LIMIT = 600  # bytes of a text in a slot, escapes included
 
 
@@ -95,6 +107,10 @@ class Call:
         head = [WIRE_VERSION, OPCODES[self.opcode], self.communicator, self.reducer, self.step & 0xFFFFFFFF]
         return [*head, *self.layout, *digest(self.policy), *digest(self.state)]
 
+    def hashes(self) -> tuple[int, int]:
+        """Return two independent 32-bit hashes of the header's values."""
+        return digest(",".join(map(str, self.values())))
+
     def describe(self) -> str:
         """Return what this rank is doing, for reports."""
         where = f" of reducer {self.reducer}" if self.reducer else ""
@@ -120,6 +136,28 @@ def verify(
     pairs = message[: 2 * len(FIELDS)].reshape(-1, 2)
     same = bool((pairs[:, 0] == ~pairs[:, 1]).all())
     if same and message[ERROR_WORD] == 0:
+        return None
+    return (yield from _explain(call, rank, size))
+
+
+def write_summed(call: Call, message: Words) -> None:
+    """Write the header of a call whose first message is a SUM: two hashes and two flags."""
+    message[:SUM_WORDS] = 0
+    message[:2] = call.hashes()
+    message[2] = call.error is not None
+    message[3] = call.missing
+
+
+def verify_summed(
+    call: Call, rank: int, size: int, message: Words
+) -> Generator[Transfer, None, BaseException | None]:
+    """Check a summed header, as :func:`verify` does the other kind.
+
+    Each hash must be n times this rank's own. A rank in another call sends its own 1 KiB, under MAX or SUM,
+    and neither side's check can then hold, on any rank: both hashes would have to cancel by chance.
+    """
+    expected = [value * size & 0xFFFFFFFF for value in call.hashes()]
+    if message[:2].tolist() == expected and message[2] == 0:
         return None
     return (yield from _explain(call, rank, size))
 

@@ -89,7 +89,7 @@ def resolve(comm: Communicator | None) -> Communicator:
 def compressed_allreduce(
     x: Any,
     op: str = "sum",
-    codec: str | Codec = "uniform",
+    codec: str | Codec = "rotated",
     *,
     comm: Communicator | None = None,
     out: Any = None,

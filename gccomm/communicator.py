@@ -26,7 +26,7 @@ from gccomm.transfers import Broadcast, Transfer, execute
 __all__ = ["Communicator"]
 
 REDUCTIONS = 64  # option sets whose plans are kept
-_DEFAULT = "uniform"
+_DEFAULT = "rotated"
 INT32_MAX = (1 << 31) - 1  # colors and keys are C ints in MPI
 
 
@@ -47,7 +47,8 @@ class Communicator:
         self._number: int = self._shared.get("communicators", 0)
         self._shared["communicators"] = self._number + 1
         self._broken: str | None = None
-        self._place = Place(backend.rank, backend.size, backend.one_host)
+        operations: frozenset[str] = getattr(backend, "operations", frozenset())
+        self._place = Place(backend.rank, backend.size, backend.one_host, operations)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0

@@ -4,13 +4,16 @@ The engine is a generator of transfers, so the same code runs blocking over a ba
 many virtual ranks. It returns an :class:`Outcome`. An error in the outcome is the same on every rank and
 leaves the communicator usable; an exception that escapes the generator after the first transfer does not: the
 caller must treat the communicator as broken.
+
+The first message of a call is the agreement: a header with the first scales under MAX or, where no codec of
+the first piece has anything to agree on, a summed header with the first words of the first SUM.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,21 +24,29 @@ from gccomm.agreement import (
     MESSAGE_WORDS,
     MISSING_WORD,
     SCALE_WORDS,
+    SUM_WORDS,
     Call,
     verify,
+    verify_summed,
     write_header,
+    write_summed,
 )
 from gccomm.errors import BackendError
 from gccomm.operand import Operand
 from gccomm.plan import Plan
+from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.stats import Stats
-from gccomm.steps import Agree, Buffer, Context, FloatSum, Step, Steps, Sum, Words
-from gccomm.transfers import FloatAdd, Maximum, Transfer, WordAdd
+from gccomm.steps import Agree, Buffer, Context, Energies, FloatSum, OpSum, Redo, Sum, Words
+from gccomm.transfers import Combine, FloatAdd, Maximum, Transfer, WordAdd
 
 __all__ = ["Job", "Outcome", "reduce", "rendezvous"]
 
 _WIRE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _NUMPY = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "float16": np.uint16}
+REDO_WORDS = 1 << 18  # most words of a message of redone spans
+_MASK = 0xFFFFFFFF
+
+Moves = Generator[Transfer, None, None]
 
 
 @dataclass(slots=True)
@@ -50,15 +61,18 @@ class Outcome:
         What was done.
     present : array of bool or None
         Which leaves some rank had a value for; None where nobody was missing one.
+    parts : dict of int to list
+        By leaf: what codecs returned for its segments, in order, for their next state.
     """
 
     error: BaseException | None = None
     stats: Stats = field(default_factory=Stats)
     present: Any = None
+    parts: dict[int, list[Any]] = field(default_factory=dict)
 
 
 class Job:
-    """A bound plan and all the memory that its transfers need, allocated before the agreement.
+    """A bound plan and the memory that its transfers need, allocated before the agreement.
 
     Parameters
     ----------
@@ -70,36 +84,35 @@ class Job:
         Leaves that this rank has a value for.
     whole : bool
         Agree on all pieces in one message (links with latency) instead of piece by piece (shared memory).
+    states : mapping of int to dict
+        By leaf: what its codec has adapted.
     """
 
-    def __init__(self, plan: Plan, context: Context, have: Sequence[bool], *, whole: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        context: Context,
+        have: Sequence[bool],
+        *,
+        whole: bool,
+        states: Mapping[int, Any] | None = None,
+    ) -> None:
         self.plan, self.context, self.whole = plan, context, whole
-        self.have = have
+        self.have, self.states = have, states or {}
         pieces = plan.agree_words or [0]
         scales = sum(pieces) if whole else max(pieces)
-        self.agree = _scratch(HEADER_WORDS + max(scales, SCALE_WORDS), np.uint32)
-        rooms = [sum(x.room for x in piece) for piece in plan.pieces] or [0]
-        self.words = _scratch(max(rooms) + 2, np.uint32)
+        self.agree = _scratch(HEADER_WORDS + max(scales, SCALE_WORDS))
+        self.room = max((sum(x.message_room for x in piece) for piece in plan.pieces), default=0)
+        self.words = _scratch(max(SUM_WORDS + self.room + 2, MESSAGE_WORDS))
+
+    def start(self, x: Operand) -> Running:
+        """Start the codec of an operand."""
+        return Running(x, self.context, [self.states.get(s.leaf) for s in x.segments])
 
 
-def _scratch(count: int, dtype: type[np.generic]) -> Any:
-    size = np.dtype(dtype).itemsize
-    return kernels.pool_empty(count * size).view(dtype)
-
-
-class _Running:
-    """One codec generator between two of its steps."""
-
-    def __init__(self, x: Operand, context: Context) -> None:
-        self.operand = x
-        self._steps: Steps = x.codec.steps(x, None, context)
-        self.step: Step | None = next(self._steps)
-
-    def answer(self, words: Words | None) -> None:
-        try:
-            self.step = self._steps.send(words)
-        except StopIteration:
-            self.step = None
+def _scratch(count: int) -> Words:
+    words: Words = kernels.pool_empty(count * 4).view(np.uint32)
+    return words
 
 
 def rendezvous(call: Call, rank: int, size: int) -> Generator[Transfer, None, Outcome]:
@@ -122,13 +135,15 @@ def reduce(call: Call, job: Job | None, rank: int, size: int) -> Generator[Trans
     rank, size : int
         This rank and the number of ranks.
     """
-    if job is None or call.error is not None:
+    if job is None:
         return (yield from rendezvous(call, rank, size))
     engine = _Engine(job, rank, size)
     try:
         engine.begin()
     except Exception as error:  # a codec's own: nothing is sent yet, so every rank can raise it
-        call.error = error
+        call.error = call.error or error
+        return (yield from rendezvous(call, rank, size))
+    if call.error is not None and not engine.summed:
         return (yield from rendezvous(call, rank, size))
     return (yield from engine.run(call))
 
@@ -139,56 +154,69 @@ class _Engine:
         self.context = job.context
         self.stats = Stats()
         self.tag = 0
-        self.first: list[list[_Running]] = []
-        self.running: list[_Running] = []
+        self.first: list[list[Running]] = []
+        self.running: list[Running] = []  # those of self.first
+        self.late: list[Running] = []  # those with spans to redo
+        self.ended: list[Running] = []
         self.end = HEADER_WORDS
+        self.head = Message((), 0)
+        self.queue: Iterator[Message] | None = None  # of the first piece, where its header is summed
         self.clock = time.perf_counter()
 
+    @property
+    def summed(self) -> bool:
+        """Whether the first message is a SUM."""
+        return self.queue is not None
+
     def begin(self) -> None:
-        """Start the first codecs and write what they want agreed behind the header."""
+        """Start the first codecs and write what they want agreed behind the header, or their first words."""
         job = self.job
         pieces = job.plan.pieces if job.whole else job.plan.pieces[:1]
-        self.first = [self._start(piece) for piece in pieces]
+        self.first = [[job.start(x) for x in piece] for piece in pieces]
         self.running = [r for piece in self.first for r in piece]
-        self.end = HEADER_WORDS + _wanted(self.running)
+        if not pending(self.running, Agree) and self.first and pending(self.first[0], Sum):
+            self.queue = messages(self.first[0], job.room)
+            self.head = next(self.queue)
+            self._encode(self.head, SUM_WORDS)
+            return
+        self.end = HEADER_WORDS + wanted(self.running, Agree)
         if self.end > len(job.agree):  # a codec that agrees on more than a word a block
-            job.agree = _scratch(self.end, np.uint32)
-        _fill(self.running, job.agree[HEADER_WORDS : self.end])
+            job.agree = _scratch(self.end)
+        fill(self.running, Agree, job.agree[HEADER_WORDS : self.end])
         job.agree[self.end : MESSAGE_WORDS] = 0
 
     def run(self, call: Call) -> Generator[Transfer, None, Outcome]:
         outcome = Outcome(stats=self.stats)
-        plan = self.job.plan
         self.tag = _tag(call)
-        outcome.error = yield from self._first_round(call)
+        outcome.error = yield from self._summed_round(call) if self.summed else self._first_round(call)
         if outcome.error is not None:
             return outcome
-        if self.job.agree[MISSING_WORD]:
+        missing = self.job.words[3] if self.summed else self.job.agree[MISSING_WORD]
+        if missing:
             outcome.present = yield from self._presence()
+        if self.queue is not None:
+            self._decode(self.head, SUM_WORDS)
+            yield from self._sums(self.queue)
         yield from self._agree(self.running)
-        for number, piece in enumerate(plan.pieces):
+        for number, piece in enumerate(self.job.plan.pieces):
             if number < len(self.first):
                 mine = self.first[number]
             else:
-                mine = self._start(piece)
+                mine = [self.job.start(x) for x in piece]
                 yield from self._agree(mine, self.job.agree[HEADER_WORDS:])
-            yield from self._sum([r for r in mine if isinstance(r.step, Sum)])
-            for r in mine:
-                if isinstance(r.step, FloatSum):
-                    yield from self._sum_floats(r, r.step)
+            yield from self._advance(mine)
             self._finish(mine)
-        outcome.error = _overflow(plan)
+        yield from self._redo(call)
+        outcome.parts = _parts(self.ended)
+        outcome.error = _overflow(self.job.plan)
         return outcome
-
-    def _start(self, piece: Sequence[Operand]) -> list[_Running]:
-        return [_Running(x, self.context) for x in piece]
 
     def _lap(self) -> float:
         now = time.perf_counter()
         elapsed, self.clock = now - self.clock, now
         return elapsed
 
-    def _move(self, transfer: Transfer, nbytes: int) -> Generator[Transfer, None, None]:
+    def _move(self, transfer: Transfer, nbytes: int) -> Moves:
         self.stats.encode_s += self._lap()
         yield transfer
         self.stats.wire_s += self._lap()
@@ -204,24 +232,57 @@ class _Engine:
         if error is None and end > MESSAGE_WORDS:
             yield from self._move(Maximum(agree[MESSAGE_WORDS:end]), 4 * (end - MESSAGE_WORDS))
         if error is None:
-            _answer(self.running, agree[HEADER_WORDS:end])
+            answer(self.running, Agree, agree[HEADER_WORDS:end])
         return error
 
-    def _agree(
-        self, running: Sequence[_Running], room: Words | None = None
-    ) -> Generator[Transfer, None, None]:
-        """Run further agreement rounds until every codec is ready to sum.
+    def _summed_round(self, call: Call) -> Generator[Transfer, None, BaseException | None]:
+        """Send the summed header with the first words of the first sum, then its other words."""
+        words, end = self.job.words, SUM_WORDS + self.head.words + 1
+        write_summed(call, words)
+        words[end - 1] = self._next_tag()
+        words[end:MESSAGE_WORDS] = 0
+        first = WordAdd(words[:MESSAGE_WORDS], _within(self.head.lanes(SUM_WORDS), 0, MESSAGE_WORDS))
+        yield from self._move(first, 4 * MESSAGE_WORDS)
+        error = yield from verify_summed(call, self.rank, self.size, words)
+        if error is None and end > MESSAGE_WORDS:
+            lanes = _within(self.head.lanes(SUM_WORDS), MESSAGE_WORDS, end)
+            rest = words[MESSAGE_WORDS:end]
+            yield from self._move(WordAdd(rest, lanes), rest.nbytes)
+        return error
+
+    def _agree(self, running: Sequence[Running], room: Words | None = None) -> Moves:
+        """Run agreement rounds until no codec wants one.
 
         The first may use ``room``; the others get memory of their own, since codecs keep their answers.
         """
-        while any(isinstance(r.step, Agree) for r in running):
-            count = _wanted(running)
+        while count := wanted(running, Agree):
             fits = room is not None and count <= len(room)
             words = room[:count] if room is not None and fits else np.empty(count, dtype=np.uint32)
             room = None
-            _fill(running, words)
+            fill(running, Agree, words)
             yield from self._move(Maximum(words), words.nbytes)
-            _answer(running, words)
+            answer(running, Agree, words)
+
+    def _advance(self, mine: Sequence[Running]) -> Moves:
+        """Drive the codecs of a piece to their ends, or to spans that must be redone."""
+        while True:
+            if pending(mine, Agree):
+                yield from self._agree(mine)
+            elif count := wanted(mine, Energies):
+                words = np.empty(count, dtype=np.uint32)
+                fill(mine, Energies, words)
+                yield from self._move(WordAdd(words), words.nbytes)
+                answer(mine, Energies, words)
+            elif sums := pending(mine, Sum):
+                yield from self._sums(messages(sums, self.job.room))
+            elif floats := pending(mine, FloatSum):
+                for r in floats:
+                    yield from self._sum_floats(r)
+            elif own := pending(mine, OpSum):
+                for r in own:
+                    yield from self._combine(r)
+            else:
+                return
 
     def _presence(self) -> Generator[Transfer, None, Any]:
         """Find the leaves that at least one rank has."""
@@ -229,35 +290,42 @@ class _Engine:
         yield from self._move(Maximum(mine), mine.nbytes)
         return mine.astype(bool)
 
-    def _sum(self, running: Sequence[_Running]) -> Generator[Transfer, None, None]:
-        """Send the words of all operands of a piece as one message, with a tag word behind them."""
-        if not running:
-            return
-        position, lanes = 0, []
-        for r in running:
-            step = _expect(r.step, Sum)
-            step.encode(0, step.blocks, self.job.words[position : position + step.count])
-            lanes += [(lo + position, hi + position, width) for lo, hi, width in step.lanes]
-            position += step.count
-        words = self.job.words[: position + 1]
-        self.tag = (self.tag * 0x9E3779B1 + 0x7F4A7C15) & 0xFFFFFFFF
-        words[position] = self.tag
-        yield from self._move(WordAdd(words, tuple(lanes)), words.nbytes)
-        if int(words[position]) != self.tag * self.size & 0xFFFFFFFF:
+    def _encode(self, message: Message, base: int) -> None:
+        """Write a message's words ``base`` words into the buffer, and its tag behind them."""
+        message.encode(self.job.words[base : base + message.words])
+
+    def _decode(self, message: Message, base: int) -> bool:
+        """Check the tag of a summed message and hand its sums out."""
+        words, end = self.job.words, base + message.words
+        if int(words[end]) != self.tag * self.size & _MASK:
             msg = (
-                f"rank {self.rank}: the tag of a sum is {int(words[position]):#010x}, expected "
-                f"{self.tag * self.size & 0xFFFFFFFF:#010x}: messages of different calls were added"
+                f"rank {self.rank}: the tag of a sum is {int(words[end]):#010x}, expected "
+                f"{self.tag * self.size & _MASK:#010x}: messages of different calls were added"
             )
             raise BackendError(msg)
-        position = 0
-        for r in running:
-            step = _expect(r.step, Sum)
-            step.decode(0, step.blocks, words[position : position + step.count])
-            position += step.count
-            r.answer(None)
+        right = message.decode(words[base:end])
         self.stats.decode_s += self._lap()
+        return right
 
-    def _sum_floats(self, r: _Running, step: FloatSum) -> Generator[Transfer, None, None]:
+    def _sums(self, queue: Iterator[Message]) -> Moves:
+        """Send messages, one after the other."""
+        for message in queue:
+            yield from self._sum(message)
+
+    def _sum(self, message: Message) -> Generator[Transfer, None, bool]:
+        words = self.job.words[: message.words + 1]
+        self._encode(message, 0)
+        words[-1] = self._next_tag()
+        yield from self._move(WordAdd(words, message.lanes(0)), words.nbytes)
+        return self._decode(message, 0)
+
+    def _next_tag(self) -> int:
+        self.tag = (self.tag * 0x9E3779B1 + 0x7F4A7C15) & _MASK
+        return self.tag
+
+    def _sum_floats(self, r: Running) -> Moves:
+        step = r.step
+        assert isinstance(step, FloatSum)
         nbytes = step.count * _WIRE_BYTES[step.dtype]
         if step.direct is not None:
             yield from self._move(FloatAdd(*step.direct, step.dtype), nbytes)
@@ -272,54 +340,85 @@ class _Engine:
         self.stats.decode_s += self._lap()
         r.answer(None)
 
-    def _finish(self, running: Sequence[_Running]) -> None:
+    def _combine(self, r: Running) -> Moves:
+        step = r.step
+        assert isinstance(step, OpSum)
+        fits = step.count <= len(self.job.words)
+        words = self.job.words[: step.count] if fits else np.empty(step.count, dtype=np.uint32)
+        step.encode(words)
+        yield from self._move(Combine(words, step.operation, step.seed), words.nbytes)
+        step.decode(words)
+        self.stats.decode_s += self._lap()
+        r.answer(None)
+
+    def _finish(self, mine: Sequence[Running]) -> None:
         stats = self.stats
-        for r in running:
-            if r.step is not None:
-                msg = f"codec {r.operand.codec!r} yields a step after its sum: {r.step!r}"
-                raise BackendError(msg)
+        self.late += pending(mine, Redo)
+        self.ended += mine
+        for r in mine:
+            if not (r.step is None or isinstance(r.step, Redo)):
+                raise BackendError(f"codec {r.operand.codec!r} yields what is no step: {r.step!r}")
             x = r.operand
             stats.float32_bytes += 4 * x.coordinates
             stats.codecs[x.codec.id] = stats.codecs.get(x.codec.id, 0) + x.coordinates
-        if self.context.measure:
-            stats.measure([r.operand for r in running], self.size)
+            stats.clamps += x.clamps
+            if self.context.measure and r.step is None:
+                stats.measure([x], self.size)
+
+    def _redo(self, call: Call) -> Moves:
+        """Send the spans whose check words were wrong again, all of the call together.
+
+        Ranks that do not agree on which those are, or find a span wrong twice, hold corrupted sums: nothing
+        that a caller could use is left then.
+        """
+        if not self.late:
+            return
+        steps = [(i, r.step) for i, r in enumerate(self.ended)]
+        spans = [(i, *span) for i, step in steps if isinstance(step, Redo) for span in step.spans]
+        self.stats.spans_redone += len(spans)
+        again = replace(call, opcode="redo", policy=f"spans {spans}", missing=False)
+        message = np.zeros(MESSAGE_WORDS, dtype=np.uint32)
+        write_header(again, self.rank, message)
+        yield from self._move(Maximum(message), message.nbytes)
+        error = yield from verify(again, self.rank, self.size, message)
+        if error is not None:
+            raise BackendError(f"rank {self.rank}: sums were corrupted on the way: {error}")
+        for message_ in messages(self.late, min(self.job.room, REDO_WORDS)):
+            right = yield from self._sum(message_)
+            if not right:
+                msg = (
+                    f"rank {self.rank}: the check words of a span were wrong twice, in wide lanes too: "
+                    "sums were corrupted on the way"
+                )
+                raise BackendError(msg)
+        for r in self.late:
+            if r.step is not None:
+                raise BackendError(f"codec {r.operand.codec!r} yields a step after its redo: {r.step!r}")
+            if self.context.measure:
+                self.stats.measure([r.operand], self.size)
 
 
-def _wanted(running: Sequence[_Running]) -> int:
-    """Return how many words the pending agreements take."""
-    return sum(r.step.count for r in running if isinstance(r.step, Agree))
-
-
-def _fill(running: Sequence[_Running], words: Words) -> None:
-    """Write the words of all pending agreements."""
-    position = 0
-    for r in running:
-        if isinstance(r.step, Agree):
-            r.step.fill(words[position : position + r.step.count])
-            position += r.step.count
-
-
-def _answer(running: Sequence[_Running], words: Words) -> None:
-    """Hand the agreed words to the codecs that asked for them."""
-    position = 0
-    for r in running:
-        if isinstance(r.step, Agree):
-            count = r.step.count
-            r.answer(words[position : position + count])
-            position += count
-
-
-def _expect(step: Step | None, kind: type[Sum]) -> Sum:
-    if not isinstance(step, kind):
-        raise BackendError(f"expected a {kind.__name__} step, got {step!r}")
-    return step
+def _within(lanes: Sequence[tuple[int, int, int]], lo: int, hi: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the lanes of words lo to hi, counted from lo."""
+    clipped = ((max(first, lo) - lo, min(end, hi) - lo, width) for first, end, width in lanes)
+    return tuple(lane for lane in clipped if lane[0] < lane[1])
 
 
 def _tag(call: Call) -> int:
     tag = 0
     for value in call.values():
-        tag = (tag * 0x01000193 ^ value) & 0xFFFFFFFF
+        tag = (tag * 0x01000193 ^ value) & _MASK
     return tag
+
+
+def _parts(ended: Sequence[Running]) -> dict[int, list[Any]]:
+    """Collect by leaf what the codecs returned."""
+    found: dict[int, list[Any]] = {}
+    for r in ended:
+        if r.parts is not None and r.operand.codec.stateful:
+            for segment, part in zip(r.operand.segments, r.parts, strict=True):
+                found.setdefault(segment.leaf, []).append(part)
+    return found
 
 
 def _overflow(plan: Plan) -> OverflowError | None:

@@ -17,10 +17,21 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from gccomm.codecs.base import Codec
 
-__all__ = ["BLOCK", "ITEM_BYTES", "PIECE_COORDINATES", "SPAN", "Geometry", "LeafSpec", "Range", "cut"]
+__all__ = [
+    "BLOCK",
+    "ITEM_BYTES",
+    "MIN_PART",
+    "PIECE_COORDINATES",
+    "SPAN",
+    "Geometry",
+    "LeafSpec",
+    "Range",
+    "cut",
+]
 
 BLOCK = 1024  # coordinates that share a scale
 SPAN = 64  # blocks of one tensor that are checked together; pieces end between spans where they can hold one
+MIN_PART = 64  # smallest part of a block that is rotated by itself
 MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
 PIECE_COORDINATES = 1 << 20
 
@@ -129,7 +140,7 @@ def cut(
         The leaves.
     piece_coordinates : int
         Most coordinates a piece holds, weighted by the words that they may need; a block is never cut, nor is
-        a span where the piece can hold one.
+        a span where the piece can hold one, nor a tensor whose codec works on whole tensors.
     bucket_bytes : int
         Most bytes of input that are fused into one piece.
     """
@@ -157,6 +168,11 @@ def _ranges(
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (first block, blocks, begins a new piece) for one leaf; ``room`` is what is left in ``piece``."""
     geometry, weight = Geometry.of(spec.row_shape), spec.route.weight(spec.item_bytes)
+    if spec.route.unit == "tensor":
+        if geometry.blocks:
+            fits = geometry.size * weight <= room[0] and geometry.size * spec.item_bytes <= room[1]
+            yield 0, geometry.blocks, bool(piece) and not fits
+        return
 
     def fit(start: int, room: tuple[int, int]) -> int:
         count = geometry.fit(start, max(0, min(room[0] // weight, room[1] // spec.item_bytes)))

@@ -1,4 +1,4 @@
-"""Keys of the shared noise, in plain Python integers.
+"""Keys of the noise, in plain integers.
 
 Every rank draws the same 32-bit hash per (tensor key, seed, step, block, coordinate).  The first two stages,
 tensor key and step key, are computed once per tensor and step and live here; the block and coordinate stages
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 
-__all__ = ["GOLDEN", "MASK32", "fmix", "step_key", "tensor_key"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["GOLDEN", "MASK32", "fmix", "private_keys", "step_key", "tensor_key"]
 
 MASK32 = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9
@@ -83,3 +86,23 @@ def step_key(a: int, b: int, step: int) -> tuple[int, int]:
     t0 = fmix(a + fmix(low ^ _STEP_SALT_0))
     t1 = fmix(b ^ fmix(low + high * GOLDEN + _STEP_SALT_1))
     return t0, t1
+
+
+def private_keys(keys: npt.NDArray[np.uint32], rank: int) -> npt.NDArray[np.uint32]:
+    """Derive a rank's own keys from shared ones, for noise that is independent between ranks.
+
+    Parameters
+    ----------
+    keys : array of uint32, shape (count, 2)
+        Step keys.
+    rank : int
+        Number of the rank.
+    """
+    salt = np.array([fmix((rank + 1) * GOLDEN), fmix(rank ^ _STEP_SALT_1)], dtype=np.uint32)
+    mixed: npt.NDArray[np.uint32] = np.bitwise_xor(keys, salt)
+    with np.errstate(over="ignore"):
+        mixed = mixed ^ (mixed >> np.uint32(16))
+        mixed = mixed * np.uint32(_MULTIPLIER_1)
+        mixed = mixed ^ (mixed >> np.uint32(15))
+        mixed = mixed * np.uint32(_MULTIPLIER_2)
+    return mixed ^ (mixed >> np.uint32(16))

@@ -7,19 +7,58 @@ lies and write each result where it belongs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gccomm import kernels
-from gccomm.layout import Geometry, LeafSpec, Range
+from gccomm.kernels.table import DTYPE_CODES, SEGMENT
+from gccomm.layout import BLOCK, Geometry, LeafSpec, Range
+from gccomm.noise import private_keys
 from gccomm.steps import Buffer, Context, Words
 
 if TYPE_CHECKING:
     from gccomm.codecs.base import Codec
 
-__all__ = ["Operand"]
+__all__ = ["CUT_BLOCKS", "Operand", "Sample", "segment_table"]
+
+CUT_BLOCKS = 1024  # operands of whole tensors are summed so many blocks at a time
+CUT_ROOM = (BLOCK + 40) * CUT_BLOCKS
+INFINITY_32, INFINITY_64 = 0x7F800000, 0x7FF00000
+NAN_32, NAN_64, LARGEST_64 = 0x7FC00000, 0x7FF80000, 0x7FEFFFFF
+_LOW = 0xFFFFFFFF
+
+
+def segment_table(segments: Sequence[Range], specs: Sequence[LeafSpec]) -> npt.NDArray[np.void]:
+    """Return the table of segments for the kernels, without addresses and keys."""
+    table = np.zeros(len(segments), dtype=SEGMENT)
+    if not segments:
+        return table
+    geometries = [Geometry.of(spec.row_shape) for spec in specs]
+    table["size"] = [geometries[s.leaf].size for s in segments]
+    table["row"] = [geometries[s.leaf].row for s in segments]
+    table["block0"] = [s.start for s in segments]
+    table["nblocks"] = [s.blocks for s in segments]
+    table["dtype"] = [DTYPE_CODES[specs[s.leaf].dtype] for s in segments]
+    return table
+
+
+def _address(array: Buffer | None) -> int:
+    return 0 if array is None else kernels.address(array)
+
+
+class Sample(NamedTuple):
+    """What a measured decode of blocks lo to hi left behind: integer energies in lanes of ``width`` bits,
+    scales, and steps over scales.
+    """
+
+    lo: int
+    hi: int
+    energy: Words
+    width: int
+    scales: Words
+    steps: Any
 
 
 class Operand:
@@ -29,12 +68,24 @@ class Operand:
     ----------
     blocks, words, coordinates : int
         Blocks, their wire words (or floats) and their coordinates.
+    lengths : array of int64
+        Coordinates of each block.
     segments : list of Range
         Where the blocks come from.
+    bounds : array of int64, shape (segments + 1,)
+        First block of each segment, and the end.
+    keys : array of uint32, shape (segments, 2)
+        Step keys, equal on all ranks.
     room : int
         Most words that the blocks may need.
     float64 : bool
         Some tensor is float64 (its scales are upper halves of float64 patterns).
+    samples : list of Sample
+        What measured decodes left behind.
+    ranks : int
+        Number of ranks n.
+    clamps : int
+        Coordinates of all ranks that a predicted scale clamped.
     """
 
     def __init__(
@@ -46,21 +97,79 @@ class Operand:
         self.table = table
         self.address = kernels.address(table)
         self.count = len(self.segments)
-        geometries = [Geometry.of(specs[s.leaf].row_shape) for s in self.segments]
+        self.specs = [specs[s.leaf] for s in self.segments]
+        geometries = [Geometry.of(spec.row_shape) for spec in self.specs]
         pairs = list(zip(geometries, self.segments, strict=True))
         self.lengths = np.concatenate([g.lengths(s.start, s.blocks) for g, s in pairs])
         self.blocks = len(self.lengths)
+        self.bounds = np.cumsum([0, *(s.blocks for s in self.segments)], dtype=np.int64)
         self.coordinates = int(self.lengths.sum())
-        self.float64 = any(specs[s.leaf].dtype == "float64" for s in self.segments)
+        self.float64 = any(spec.dtype == "float64" for spec in self.specs)
         extents = [g.offset(s.start + s.blocks) - g.offset(s.start) for g, s in pairs]
-        weights = [codec.weight(specs[s.leaf].item_bytes) for s in self.segments]
-        self.room = sum(e * w for e, w in zip(extents, weights, strict=True))
+        weights = [codec.weight(spec.item_bytes) for spec in self.specs]
+        # Besides lanes: padding of short blocks, check words, words by block.
+        self.room = sum(e * w for e, w in zip(extents, weights, strict=True)) + 40 * self.blocks
         self.overflows: dict[int, int] = {}  # by leaf: sums that its dtype cannot hold
         self.direct: tuple[str, Buffer, Buffer] | None = None  # dtype, input, result: one range of one array
-        self.energy: npt.NDArray[np.float32] | None = None
-        self.scales: Words | None = None
-        self.limit = 0
+        self.keys: npt.NDArray[np.uint32] = np.zeros((self.count, 2), dtype=np.uint32)
+        self.ranks = 1
+        self.clamps = 0
+        self.alive: Any = None  # arrays that only this operand refers to
+        self.forget()
         self._place(codec.block_words(self.lengths))
+
+    @classmethod
+    def of_arrays(
+        cls,
+        codec: Codec,
+        arrays: Sequence[Buffer],
+        results: Sequence[Buffer],
+        keys: npt.NDArray[np.uint32],
+        *,
+        mean: bool = False,
+        rank: int | None = None,
+    ) -> Operand:
+        """Return an operand over scratch arrays.
+
+        Parameters
+        ----------
+        codec : Codec
+            Of which ``block_words`` and ``weight`` are used.
+        arrays, results : sequence of 1-D arrays
+            float32, or all float64.
+        keys : array of uint32, shape (arrays, 2)
+            Step keys.
+        mean : bool
+            Whether decoding divides by n.
+        rank : int, optional
+            Make the noise this rank's own.
+        """
+        specs = [LeafSpec("", str(a.dtype), a.shape, a.shape, codec, mean) for a in arrays]
+        segments = [Range(i, 0, Geometry.of(a.shape).blocks) for i, a in enumerate(arrays)]
+        table = segment_table(segments, specs)
+        table["src"] = [kernels.address(a) for a in arrays]
+        table["dst"] = [kernels.address(a) for a in results]
+        own = keys if rank is None else private_keys(keys, rank)
+        table["key0"], table["key1"] = own[:, 0], own[:, 1]
+        table["sign0"], table["sign1"] = keys[:, 0], keys[:, 1]
+        made = cls(codec, specs, segments, table)
+        made.keys, made.alive = keys, (list(arrays), list(results))
+        return made
+
+    def forget(self) -> None:
+        """Let go of what belongs to one call."""
+        self.overflows, self.direct, self.clamps = {}, None, 0
+        self.samples: list[Sample] = []
+
+    @property
+    def feedback(self) -> bool:
+        """Whether residuals are kept."""
+        return bool(self.table["res_out"].any())
+
+    @property
+    def message_room(self) -> int:
+        """Most words of this operand in one message."""
+        return min(self.room, CUT_ROOM) if self.codec.unit == "tensor" else self.room
 
     def _counts(self) -> list[int]:
         return [s.blocks for s in self.segments]
@@ -69,25 +178,100 @@ class Operand:
         """Lay the blocks' words out one after the other."""
         self.offsets = np.zeros(self.blocks + 1, dtype=np.int64)
         np.cumsum(block_words, out=self.offsets[1:])
-        base = np.cumsum([0, *self._counts()])[:-1]
-        self.table["base"] = base
-        self.table["word0"] = self.offsets[base]
+        self.table["base"] = self.bounds[:-1]
+        self.table["word0"] = self.offsets[self.bounds[:-1]]
 
     @property
     def words(self) -> int:
         """Wire words (or floats) of all blocks."""
         return int(self.offsets[-1])
 
+    def size(self, lo: int, hi: int) -> int:
+        """Return the words of blocks ``lo`` to ``hi``."""
+        return int(self.offsets[hi] - self.offsets[lo])
+
+    def report(self, clamps: int = 0) -> None:
+        """Count clamped coordinates of all ranks."""
+        self.clamps += clamps
+
+    # Scales
+
+    def maxima(
+        self,
+        out: Words,
+        energy: Words | None = None,
+        rotations: int = 0,
+        lo: int = 0,
+        hi: int | None = None,
+    ) -> None:
+        """Write the maximum of each block as a scale word; of the rotated block, with its energy, if asked.
+
+        The energy is the sum of rint(|y| 1024 / M)^2, M the block's own maximum.
+        """
+        end, where = self.blocks if hi is None else hi, _address(energy)
+        kernels.maxima(self.address, self.count, lo, end, kernels.address(out), where, rotations)
+
+    def scale_values(self, scales: Words) -> npt.NDArray[np.float64]:
+        """Return scale words as numbers."""
+        if self.float64:
+            return (scales.astype(np.uint64) << np.uint64(32)).view(np.float64)
+        return scales.view(np.float32).astype(np.float64)
+
+    def scale_words(self, values: npt.NDArray[np.float64]) -> Words:
+        """Return non-negative numbers as scale words, rounded up; finite ones stay finite."""
+        if self.float64:
+            bits = values.view(np.uint64)
+            up = (bits >> np.uint64(32)) + ((bits & np.uint64(_LOW)) != 0)
+            words: Words = np.minimum(up, np.uint64(LARGEST_64)).astype(np.uint32)
+            special, infinite, largest = np.uint32(NAN_64), np.uint32(INFINITY_64), words
+        else:
+            with np.errstate(over="ignore", under="ignore"):
+                near = values.astype(np.float32)
+            words = near.view(np.uint32) + (near < values)
+            special, infinite = np.uint32(NAN_32), np.uint32(INFINITY_32)
+            largest = np.minimum(words, np.uint32(INFINITY_32 - 1))
+        words = np.where(np.isfinite(values), largest, np.where(np.isnan(values), special, infinite))
+        return words.astype(np.uint32)
+
+    def nonfinite_scales(self, scales: Words) -> npt.NDArray[np.bool_]:
+        """Tell which scale words stand for inf or NaN."""
+        return scales >= np.uint32(INFINITY_64 if self.float64 else INFINITY_32)
+
     # Lane codecs
 
-    def maxima(self, out: Words) -> None:
-        """Write the maximum of each block as a scale word."""
-        kernels.maxima(self.address, self.count, 0, self.blocks, kernels.address(out))
+    def base(self, lo: int, width: int) -> int:
+        """Return where the words of block ``lo`` would lie in lanes of ``width`` bits."""
+        i = int(np.searchsorted(self.bounds, lo, "right")) - 1
+        before = self.codec.carried(self.lengths[self.bounds[i] : lo])
+        return int(self.table["word0"][i]) + int((-(-before // (32 // width))).sum())
 
     def encode(
-        self, lo: int, hi: int, out: Words, scales: Words, width: int, limit: int, ctx: Context
+        self,
+        lo: int,
+        hi: int,
+        out: Words,
+        scales: Words,
+        width: int,
+        limit: int,
+        ctx: Context,
+        *,
+        clamp: int = 0,
+        ratios: npt.NDArray[np.float32] | None = None,
+        rotations: int = 0,
+        check: Words | None = None,
+        maxima: Words | None = None,
+        grid: npt.NDArray[np.int32] | None = None,
+        subtract: bool = False,
+        base: int | None = None,
     ) -> None:
-        """Quantise blocks ``lo`` to ``hi`` against ``scales`` into lanes."""
+        """Quantise blocks ``lo`` to ``hi`` against ``scales`` into lanes.
+
+        ``limit`` is the fixed-point value, in 2^-16 levels, that the scale becomes; or ``ratios`` gives each
+        block's step over its scale, and ``clamp`` the largest fixed-point value. ``check`` receives two words
+        a block, ``maxima`` each block's own scale word (shape (hi - lo,)); ``grid`` is a table to round to;
+        with ``subtract`` residuals leave out the rank's share of the dither, as :meth:`decode` does; ``base``
+        is :meth:`base` of another lane width.
+        """
         kernels.encode(
             self.address,
             self.count,
@@ -95,11 +279,17 @@ class Operand:
             hi,
             kernels.address(scales),
             kernels.address(out),
-            int(self.offsets[lo]),
+            int(self.offsets[lo]) if base is None else base,
             width,
             limit,
             ctx.shift,
-            0,
+            _address(check),
+            clamp,
+            _address(ratios),
+            rotations,
+            _address(maxima),
+            *((_address(grid),) if grid is not None else ()),
+            subtract=subtract,
         )
 
     def decode(
@@ -113,14 +303,16 @@ class Operand:
         ctx: Context,
         *,
         subtract: bool = False,
+        ratios: npt.NDArray[np.float32] | None = None,
+        rotations: int = 0,
+        check: Words | None = None,
+        offset: int = 0,
+        base: int | None = None,
     ) -> None:
-        """Write the results of blocks ``lo`` to ``hi`` from the summed lanes."""
-        energy = 0
-        if ctx.measure:
-            if self.energy is None:
-                self.energy = np.empty(self.blocks, dtype=np.float32)
-            self.scales, self.limit = scales.copy(), limit
-            energy = kernels.address(self.energy) + 4 * lo
+        """Write the results of blocks ``lo`` to ``hi`` from the summed lanes; arguments as of
+        :meth:`encode`.
+        """
+        energy = np.empty(hi - lo, dtype=np.uint32) if ctx.measure else None
         kernels.decode(
             self.address,
             self.count,
@@ -128,28 +320,90 @@ class Operand:
             hi,
             kernels.address(scales),
             kernels.address(words),
-            int(self.offsets[lo]),
+            int(self.offsets[lo]) if base is None else base,
             width,
             limit,
             ctx.size,
             subtract,
             self.mean,
             ctx.stream,
-            0,
-            energy,
+            _address(check),
+            _address(energy),
+            _address(ratios),
+            rotations,
+            offset,
         )
+        if energy is not None:
+            steps = 65536 / limit if ratios is None else ratios[lo:hi]
+            self.samples.append(Sample(lo, hi, energy, width, scales[lo:hi].copy(), steps))
 
-    def squared_steps(self) -> npt.NDArray[np.longdouble]:
-        """Return the squared step of each block of the last measured decode; 0 where the block is not
-        finite.
+    def measured(
+        self, samples: Sequence[Sample]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.longdouble]]:
+        """Return what decodes measured: of each block the sum of the squares of its decoded coordinates, in
+        steps^2, and its step squared; zeros where nothing was measured or a block is not finite.
         """
-        assert self.scales is not None
-        infinity = 0x7FF00000 if self.float64 else 0x7F800000
-        finite = np.where(self.scales < infinity, self.scales, 0).astype(np.uint32)
-        wide = (finite.astype(np.uint64) << np.uint64(32)).view(np.float64)
-        maxima: npt.NDArray[Any] = wide if self.float64 else finite.view(np.float32)
-        steps: npt.NDArray[np.longdouble] = (maxima.astype(np.longdouble) * 65536 / self.limit) ** 2
-        return steps
+        energy, squares = np.zeros(self.blocks), np.zeros(self.blocks, dtype=np.longdouble)
+        for sample in samples:
+            at = slice(sample.lo, sample.hi)
+            # The kernel counts squares of 2^(width + 4 - 15) levels.
+            energy[at] = sample.energy * 4.0 ** (sample.width - 11)
+            finite = np.where(self.nonfinite_scales(sample.scales), np.uint32(0), sample.scales)
+            squares[at] = (self.scale_values(finite).astype(np.longdouble) * sample.steps) ** 2
+        return energy, squares
+
+    # Whole tensors as NumPy arrays
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        """Return the shape of segment ``i``'s tensor, complex numbers as pairs."""
+        return self.specs[i].row_shape
+
+    def _alone(self, i: int, **fields: Any) -> Any:
+        """Return a table of segment ``i`` alone."""
+        row = self.table[i : i + 1].copy()
+        row["base"] = row["word0"] = row["res_out"] = 0
+        for name, value in fields.items():
+            row[name] = value
+        return row
+
+    def _float_dtype(self) -> str:
+        return "float64" if self.float64 else "float32"
+
+    def load(self, i: int) -> Buffer:
+        """Return a copy of segment ``i``'s coordinates plus its residual: 1-D float32, or float64."""
+        return self._read(self._alone(i), i)
+
+    def _read(self, row: Any, i: int) -> Buffer:
+        dtype = self._float_dtype()
+        values = np.empty(int(self.lengths[self.bounds[i] : self.bounds[i + 1]].sum()), dtype=dtype)
+        blocks, where = self.segments[i].blocks, kernels.address(row)
+        kernels.float_encode(where, 1, 0, blocks, kernels.address(values), DTYPE_CODES[dtype])
+        return values
+
+    def store(self, i: int, values: Buffer) -> None:
+        """Write the sum's values, 1-D float32 or float64, as segment ``i``'s result."""
+        self._write(self._alone(i), i, values, self.ranks, self.mean)
+
+    def keep(self, i: int, rest: Buffer) -> None:
+        """Set segment ``i``'s next residual, where residuals are kept."""
+        residual = self.table["res_out"][i]
+        if residual:
+            code = DTYPE_CODES[self._float_dtype()]
+            self._write(self._alone(i, dst=residual, dtype=code), i, rest, 1, False)
+
+    def kept(self, i: int) -> Buffer | None:
+        """Return a copy of segment ``i``'s residual, or None where there is none yet."""
+        residual = self.table["res_in"][i]
+        if not residual:
+            return None
+        code = DTYPE_CODES[self._float_dtype()]
+        return self._read(self._alone(i, src=residual, res_in=0, dtype=code), i)
+
+    def _write(self, row: Any, i: int, values: Buffer, n: int, mean: bool) -> None:
+        flat = np.ascontiguousarray(values).reshape(-1)
+        code = DTYPE_CODES[str(flat.dtype)]
+        blocks, where = self.segments[i].blocks, kernels.address(row)
+        kernels.float_decode(where, 1, 0, blocks, kernels.address(flat), code, n, mean, False)
 
     # Small tensors in two words a coordinate
 
@@ -206,7 +460,7 @@ class Operand:
         base, count = self._offset_of(lo), ctx.size
         if not kernels.int_decode(self.address, self.count, lo, hi, kernels.address(words), base, count):
             return
-        starts = [*self.table["base"].tolist(), self.blocks]
+        starts = self.bounds.tolist()
         for segment, start, stop in zip(self.segments, starts, starts[1:], strict=False):
             first, end = max(start, lo), min(stop, hi)
             at = kernels.address(words) + 4 * (self._offset_of(first) - base)
@@ -223,13 +477,11 @@ class Operand:
 
     def encode_floats(self, lo: int, hi: int, out: Buffer, wire: str) -> None:
         """Convert to the wire's float type."""
-        kernels.float_encode(
-            self.address, self.count, lo, hi, kernels.address(out), kernels.DTYPE_CODES[wire]
-        )
+        kernels.float_encode(self.address, self.count, lo, hi, kernels.address(out), DTYPE_CODES[wire])
 
     def decode_floats(self, lo: int, hi: int, buffer: Buffer, wire: str, ctx: Context) -> None:
         """Convert back, dividing by n for a mean."""
-        code = kernels.DTYPE_CODES[wire]
+        code = DTYPE_CODES[wire]
         kernels.float_decode(
             self.address, self.count, lo, hi, kernels.address(buffer), code, ctx.size, self.mean, ctx.stream
         )
@@ -238,6 +490,6 @@ class Operand:
         """Return the leaves of which this rank holds inf or NaN."""
         if not kernels.nonfinite(self.address, self.count, 0, self.blocks):
             return set()
-        starts = [*self.table["base"].tolist(), self.blocks]
+        starts = self.bounds.tolist()
         spans = zip(self.segments, starts, starts[1:], strict=False)
         return {s.leaf for s, lo, hi in spans if kernels.nonfinite(self.address, self.count, lo, hi)}

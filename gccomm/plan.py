@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm.agreement import digest
-from gccomm.kernels.table import DTYPE_CODES, SEGMENT
 from gccomm.layout import PIECE_COORDINATES, Geometry, LeafSpec, Range, cut
-from gccomm.noise import step_key, tensor_key
-from gccomm.operand import Operand
+from gccomm.noise import private_keys, step_key, tensor_key
+from gccomm.operand import Operand, segment_table
 
 __all__ = ["Plan"]
 
@@ -59,12 +58,15 @@ class Plan:
         self.layout = digest("\n".join(self.lines()))
         self.keys = [tensor_key(s.key, seed) for s in specs]
         self._step = -1
+        self._private = np.array([s.route.private for s in specs], dtype=bool)
         pieces = [_group(ranges, self.specs) for ranges in cut(specs, piece_coordinates, bucket_bytes)]
         segments = [segment for batches in pieces for batch in batches for segment in batch]
         self.leaf_of = np.array([s.leaf for s in segments], dtype=np.int64)
-        self.table = _table(segments, self.specs)
+        self.table = segment_table(segments, self.specs)
         self.pieces = self._operands(pieces)
         self.operands = [operand for piece in self.pieces for operand in piece]
+        for x in self.operands:
+            x.ranks = size
         self.agree_words = [sum(x.blocks for x in piece) for piece in self.pieces]
         self.result_bytes = sum(g.size * s.item_bytes for g, s in zip(self.geometries, specs, strict=True))
 
@@ -86,6 +88,7 @@ class Plan:
     def bind(
         self,
         step: int,
+        rank: int,
         src: npt.NDArray[np.uint64],
         dst: npt.NDArray[np.uint64],
         residuals: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None,
@@ -97,9 +100,18 @@ class Plan:
         if step != self._step:
             keys = [step_key(a, b, step) for a, b in self.keys]
             both = np.array(keys, dtype=np.uint32).reshape(-1, 2)[self.leaf_of]
-            self.table["key0"], self.table["key1"] = both[:, 0], both[:, 1]
             self.table["sign0"], self.table["sign1"] = both[:, 0], both[:, 1]
+            self._share(both)
+            own = np.where(self._private[self.leaf_of][:, None], private_keys(both, rank), both)
+            self.table["key0"], self.table["key1"] = own[:, 0], own[:, 1]
             self._step = step
+
+    def _share(self, keys: npt.NDArray[np.uint32]) -> None:
+        """Give every operand its segments' shared keys."""
+        position = 0
+        for x in self.operands:
+            x.keys = keys[position : position + x.count]
+            position += x.count
 
 
 def _group(ranges: Sequence[Range], specs: Sequence[LeafSpec]) -> list[list[Range]]:
@@ -109,16 +121,3 @@ def _group(ranges: Sequence[Range], specs: Sequence[LeafSpec]) -> list[list[Rang
         spec = specs[r.leaf]
         batches.setdefault((spec.route, spec.mean, spec.dtype == "float64"), []).append(r)
     return list(batches.values())
-
-
-def _table(segments: Sequence[Range], specs: Sequence[LeafSpec]) -> npt.NDArray[np.void]:
-    table = np.zeros(len(segments), dtype=SEGMENT)
-    if not segments:
-        return table
-    geometries = [Geometry.of(spec.row_shape) for spec in specs]
-    table["size"] = [geometries[s.leaf].size for s in segments]
-    table["row"] = [geometries[s.leaf].row for s in segments]
-    table["block0"] = [s.start for s in segments]
-    table["nblocks"] = [s.blocks for s in segments]
-    table["dtype"] = [DTYPE_CODES[specs[s.leaf].dtype] for s in segments]
-    return table

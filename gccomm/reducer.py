@@ -10,12 +10,12 @@ import numpy as np
 from gccomm.checks import check_options, integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.communicator import Communicator
-from gccomm.reduction import Options, Reduction, known_from, pattern_choice
+from gccomm.reduction import KeyState, Options, Reduction, known_from, pattern_choice, state_from
 from gccomm.stats import Stats
 
 __all__ = ["Reducer"]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class Reducer:
@@ -28,7 +28,7 @@ class Reducer:
     ----------
     codec : str, Codec, or mapping of str to these
         Codec for every key, or patterns (``fnmatch`` style, the first match wins) to codecs; keys that no
-        pattern matches use "uniform".
+        pattern matches use "rotated".
     comm : Communicator, optional
         Default: that of :func:`gccomm.init`.
     op : str or mapping of str to str
@@ -56,7 +56,7 @@ class Reducer:
     Examples
     --------
     >>> import numpy as np
-    >>> reducer = Reducer("uniform", op="mean")
+    >>> reducer = Reducer("rotated", op="mean")
     >>> grads = reducer({"w": np.ones((64, 64), np.float32), "b": np.zeros(3, np.float32)})
     >>> grads["b"]
     array([0., 0., 0.], dtype=float32)
@@ -64,7 +64,7 @@ class Reducer:
 
     def __init__(
         self,
-        codec: str | Codec | Mapping[str, str | Codec] = "uniform",
+        codec: str | Codec | Mapping[str, str | Codec] = "rotated",
         *,
         comm: Communicator | None = None,
         op: str | Mapping[str, str] = "mean",
@@ -85,7 +85,7 @@ class Reducer:
         else:
             codecs = get_codec(codec)
         options = Options(
-            pattern_choice(codecs, "codec", get_codec("uniform")),
+            pattern_choice(codecs, "codec", get_codec("rotated")),
             pattern_choice(ops, "op", "mean"),
             lambda key, chosen: _feedback(key, chosen.biased if error_feedback is None else error_feedback),
             integer("exact_below", exact_below, "a number of coordinates", 0),
@@ -138,9 +138,10 @@ class Reducer:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, copied: step, layouts and residuals by key. Not collective.
+        """Return what a resumed run needs, copied: step, layouts, what codecs have adapted, and residuals, by
+        key. Not collective.
 
-        Residuals are flat NumPy arrays and differ between ranks; everything else is plain Python.
+        Plain Python and NumPy arrays. Residuals, flat, differ between ranks; everything else is equal on all.
         """
         r = self._reduction
         with self.comm.lock:  # a checkpoint thread sees the state between two steps
@@ -149,6 +150,7 @@ class Reducer:
                 "step": r.step,
                 "seed": r.options.seed,
                 "layouts": {key: list(known.leaf[1:]) for key, known in r.known.items()},
+                "states": {key: _plain(state) for key, state in r.states.items()},
                 "residuals": {key: value.copy() for key, value in r.residuals.items()},
             }
 
@@ -163,11 +165,20 @@ class Reducer:
         _check_state(state, self._reduction.options.seed)
         known = {key: known_from(key, layout) for key, layout in state["layouts"].items()}
         residuals = {key: np.array(value) for key, value in state["residuals"].items()}
+        states = {key: state_from(key, value) for key, value in state["states"].items()}
         self._reduction.step = integer("step", state["step"], "a number of steps", 0)
         self._reduction.known, self._reduction.residuals = known, residuals
+        self._reduction.states = {}
+        self._reduction.set_states(states)
 
     def __repr__(self) -> str:
         return f"<gccomm.Reducer number {self._reduction.reducer}, step {self.step}, on {self.comm!r}>"
+
+
+def _plain(state: KeyState) -> dict[str, Any]:
+    """Return a key's state in plain Python and copies of arrays."""
+    values = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in state.values.items()}
+    return {**state._asdict(), "row_shape": list(state.row_shape), "values": values}
 
 
 def _feedback(key: str, wanted: bool) -> bool:
@@ -184,7 +195,7 @@ def _check_state(state: Any, seed: int) -> None:
     if not isinstance(state, Mapping):
         msg = f"the state must be a mapping as state_dict() returns, got {state!r}"
         raise ValueError(msg)
-    missing = sorted({"version", "step", "seed", "layouts", "residuals"} - set(state))
+    missing = sorted({"version", "step", "seed", "layouts", "states", "residuals"} - set(state))
     if missing:
         msg = f"not the state of a reducer: it lacks {', '.join(missing)}"
         raise ValueError(msg)
@@ -192,7 +203,7 @@ def _check_state(state: Any, seed: int) -> None:
         if state[name] != expected:
             msg = f"the state has {name} {state[name]!r}, this reducer {expected!r}"
             raise ValueError(msg)
-    for name in ("layouts", "residuals"):
+    for name in ("layouts", "states", "residuals"):
         if not isinstance(state[name], Mapping):
             msg = f"the state's {name} must be a mapping by key, got {state[name]!r}"
             raise ValueError(msg)

@@ -19,18 +19,27 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm import arrays, kernels, trees
-from gccomm.agreement import Call
-from gccomm.codecs.base import Codec
+from gccomm.agreement import Call, digest
+from gccomm.codecs.base import Codec, State
 from gccomm.codecs.exact import Integers, TwoWords
 from gccomm.engine import Job, Outcome, reduce
-from gccomm.errors import NonFiniteError
+from gccomm.errors import NegotiationError, NonFiniteError
 from gccomm.lanes import rank_shift
 from gccomm.layout import ITEM_BYTES, PIECE_COORDINATES, LeafSpec
 from gccomm.plan import Plan
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
 
-__all__ = ["Attempt", "Options", "Place", "Reduction"]
+__all__ = [
+    "Attempt",
+    "KeyState",
+    "Options",
+    "Place",
+    "Reduction",
+    "known_from",
+    "pattern_choice",
+    "state_from",
+]
 
 STREAM_BYTES = 8 << 20  # results larger than this are written past the caches
 PLAN_CACHE = 16
@@ -41,11 +50,14 @@ _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands: its number, the number of ranks, and whether they share one host."""
+    """Where a rank stands: its number, the number of ranks, whether they share one host, and the operations
+    of its back end's own.
+    """
 
     rank: int
     size: int
     one_host: bool = True
+    operations: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,15 @@ class Known(NamedTuple):
     restored: bool = False
 
 
+class KeyState(NamedTuple):
+    """What a codec has adapted for a key, and for which layout and codec it holds."""
+
+    dtype: str
+    row_shape: tuple[int, ...]
+    codec: str
+    values: State
+
+
 class Reduction:
     """Options, plans and per-key state of a stream of reductions.
 
@@ -106,6 +127,8 @@ class Reduction:
         Number of the next call; advances only when a call succeeded, on all ranks alike.
     residuals : dict of str to array
         What error feedback carries over, by key.
+    states : dict of str to KeyState
+        What codecs have adapted, by key.
     known : dict of str to Known
         Layout of every key seen, and how to make a result for it, where ``remember`` is set.
     """
@@ -114,8 +137,25 @@ class Reduction:
         self.options, self.reducer, self.remember = options, reducer, remember
         self.step = 0
         self.residuals: dict[str, npt.NDArray[np.floating[Any]]] = {}
+        self.states: dict[str, KeyState] = {}
         self.known: dict[str, Known] = {}
+        self._adapted: str | None = ""
         self._plans: dict[object, Plan] = {}
+
+    def set_states(self, states: Mapping[str, KeyState]) -> None:
+        """Take over states by key; those of other keys stay."""
+        self.states.update(states)
+        self._adapted = None
+
+    def adapted(self) -> str:
+        """Return a hash of what codecs have adapted and must be equal on all ranks, or nothing."""
+        if self._adapted is None:
+            texts = [
+                f"{key!r}: {s.codec} {self.options.codec(key).state_text(s.values)}"
+                for key, s in sorted(self.states.items())
+            ]
+            self._adapted = "".join(f", adapted={word:08x}" for word in digest("\n".join(texts))[:1])
+        return self._adapted
 
     def start(self, tree: Any, place: Place, *, out: Any = None) -> Attempt:
         """Prepare a call on ``tree``; communicates nothing and raises nothing but interrupts."""
@@ -165,7 +205,7 @@ class Attempt:
             reducer=reduction.reducer,
             step=reduction.step,
             policy=reduction.options.text(),
-            state=reduction.options.choices,
+            state=reduction.options.choices + reduction.adapted(),
         )
         self.job: Job | None = None
         self._plan: Plan | None = None
@@ -187,9 +227,20 @@ class Attempt:
         plan = self._plan = self.reduction.plan(self._leaves, nones, self.place.size)
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
+        self._check_operations(plan)
         self._outs = self._look_at_out(out, keys)
         self._bind(plan)
         self._check_finite(plan)
+
+    def _check_operations(self, plan: Plan) -> None:
+        for codec in {spec.route for spec in plan.specs}:
+            if codec.operation is not None and codec.operation not in self.place.operations:
+                have = ", ".join(sorted(self.place.operations)) or "none"
+                msg = (
+                    f"{codec!r} reduces by the operation {codec.operation!r}, which this back end lacks "
+                    f"(it has {have}); use a codec that sums, or the back end mpi"
+                )
+                raise NegotiationError(msg)
 
     def transfers(self) -> Generator[Transfer, None, Outcome]:
         """Return the engine's generator for this call."""
@@ -239,12 +290,12 @@ class Attempt:
         integers = any(spec.dtype not in FLOATS for spec in plan.specs)
         for i, (leaf, view) in enumerate(zip(self._leaves, self._views, strict=True)):
             src[i] = view.pointer if view is not None else 0
-            result = self._result(i, leaf, integers)
+            result = self._result(i, leaf, plan.specs[i], integers)
             self._results.append(result)
             dst[i] = kernels.address(result)
             if plan.specs[i].feedback:
                 res_in[i], res_out[i] = self._residual(leaf)
-        plan.bind(self.reduction.step, src, dst, (res_in, res_out))
+        plan.bind(self.reduction.step, self.place.rank, src, dst, (res_in, res_out))
         self._direct(plan)
         context = Context(
             self.place.rank,
@@ -253,23 +304,36 @@ class Attempt:
             self.reduction.step,
             stream=plan.result_bytes > STREAM_BYTES,
             measure=self.reduction.options.measure,
+            stateful=self.reduction.remember,
         )
         have = [view is not None for view in self._views]
-        self.job = Job(plan, context, have, whole=not self.place.one_host)
+        states = self._states(plan)
+        self.job = Job(plan, context, have, whole=not self.place.one_host, states=states)
 
-    def _result(self, i: int, leaf: _Leaf, integers: bool) -> Buffer:
+    def _states(self, plan: Plan) -> dict[int, State]:
+        """Return the states of this call's leaves, as far as they fit their layouts."""
+        found = {}
+        for i, spec in enumerate(plan.specs):
+            state = self.reduction.states.get(spec.key) if spec.route.stateful else None
+            if state is not None and state[:3] == (spec.dtype, spec.row_shape, spec.route.fingerprint):
+                found[i] = state.values
+        return found
+
+    def _result(self, i: int, leaf: _Leaf, spec: LeafSpec, integers: bool) -> Buffer:
         """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""
         out = self._outs[i]
-        if out is not None and not integers and not self._collides(i, out):
+        if out is not None and not integers and not self._collides(i, out, spec):
             return out.data
         dtype = _STORAGE.get(leaf.dtype) or np.dtype(leaf.dtype)
         return kernels.pool_empty(leaf.size * dtype.itemsize).view(dtype)
 
-    def _collides(self, i: int, out: arrays.View) -> bool:
+    def _collides(self, i: int, out: arrays.View, spec: LeafSpec) -> bool:
         """Whether writing ``out`` early could change an input still to be read, or another ``out``."""
         inputs = enumerate(self._views)
         read = any(
-            view is not None and arrays.overlaps(out, view) and (j != i or view.pointer != out.pointer)
+            view is not None
+            and arrays.overlaps(out, view)
+            and (j != i or view.pointer != out.pointer or spec.route.reencodes)
             for j, view in inputs
         )
         others = (o for j, o in enumerate(self._outs) if o is not None and j != i)
@@ -296,7 +360,7 @@ class Attempt:
         array.
         """
         for x in plan.operands:
-            x.direct, x.overflows, x.energy = None, {}, None
+            x.forget()
             segment = x.segments[0]
             view, spec = self._views[segment.leaf], plan.specs[segment.leaf]
             if x.count == 1 and view is not None and not spec.feedback:
@@ -319,10 +383,11 @@ class Attempt:
         self.job = None
         if self._plan is not None:
             for x in self._plan.operands:
-                x.direct = x.scales = x.energy = None
+                x.forget()
 
     def commit(self, outcome: Outcome) -> None:
         """Take over step and residuals, as every rank does now; raises the outcome's error instead."""
+        states = self.job.states if self.job is not None else {}
         self.release()
         if outcome.error is not None:
             raise outcome.error
@@ -333,6 +398,20 @@ class Attempt:
             }
         lost = {self._leaves[i].key for i in self._absent}
         self.reduction.residuals.update((k, v) for k, v in self._residuals.items() if k not in lost)
+        if self.reduction.remember and outcome.parts:
+            self._adapt(outcome.parts, states, lost)
+
+    def _adapt(self, parts: Mapping[int, list[Any]], states: Mapping[int, State], lost: set[str]) -> None:
+        """Let codecs make their next states."""
+        assert self._plan is not None
+        found = {}
+        for leaf, returned in parts.items():
+            spec = self._plan.specs[leaf]
+            values = spec.route.next_state(states.get(leaf), returned)
+            if values is not None and spec.key not in lost:
+                layout = spec.dtype, spec.row_shape, spec.route.fingerprint
+                found[spec.key] = KeyState(*layout, values)
+        self.reduction.set_states(found)
 
     def deliver(self) -> Any:
         """Return the result tree. What fails here (a full memory, say) fails on this rank alone."""
@@ -388,6 +467,33 @@ def known_from(key: str, layout: Sequence[Any]) -> Known:
 
             user = np.dtype(ml_dtypes.bfloat16)
     return Known(leaf, lambda result: result.view(user).reshape(leaf.shape), restored=True)
+
+
+def state_from(key: str, saved: Any) -> KeyState:
+    """Return the entry of ``Reduction.states`` for what a checkpoint holds.
+
+    Raises
+    ------
+    ValueError
+        The state is malformed.
+    """
+    try:
+        shape = tuple(map(int, saved["row_shape"]))
+        values = {str(k): _plain(v) for k, v in saved["values"].items()}
+        return KeyState(str(saved["dtype"]), shape, str(saved["codec"]), values)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        msg = f"what a codec adapted for {key!r} is malformed: {saved!r} ({type(error).__name__}: {error})"
+        raise ValueError(msg) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a state's value, arrays copied; numbers that a checkpoint library made arrays become numbers."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    array = np.array(value)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{value!r} is neither a number, a text nor an array")
+    return array if array.ndim else array.item()
 
 
 def _names(keys: Iterable[str]) -> str:

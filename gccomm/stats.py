@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from gccomm.operand import Operand
+    from gccomm.operand import Operand, Sample
 
 __all__ = ["Stats"]
 
 
-@dataclass(slots=True)
+@dataclass
 class Stats:
     """Figures of one call on one rank.
 
@@ -43,8 +43,11 @@ class Stats:
     codecs: dict[str, int] = field(default_factory=dict)
     spans_redone: int = 0
     clamps: int = 0
-    _noise: np.longdouble = field(default=np.longdouble(0), repr=False)
-    _energy: np.longdouble = field(default=np.longdouble(0), repr=False)
+
+    def __post_init__(self) -> None:
+        # No fields: they are what the estimate is made of, and no figures.
+        self._taken: list[tuple[Operand, list[Sample], float]] = []
+        self._measured: tuple[np.longdouble, np.longdouble] | None = None
 
     @property
     def ratio(self) -> float:
@@ -59,15 +62,24 @@ class Stats:
         The numerator is known noise (a codec's variance in step^2), the denominator the energy of the decoded
         sum less that noise.
         """
-        signal = self._energy - self._noise
-        return float(self._noise / signal) if signal > 0 else float("nan")
+        if self._measured is None:
+            self._measured = self._sum_up()
+        noise, energy = self._measured
+        signal = energy - noise
+        return float(noise / signal) if signal > 0 else float("nan")
 
     def measure(self, operands: Sequence[Operand], size: int) -> None:
-        """Take in the energies that decode left in ``operands``."""
+        """Take in the energies that decodes left in ``operands``; they are added up when asked for."""
         for x in operands:
             variance = x.codec.noise(size)
-            if variance is None or x.energy is None or x.scales is None:
-                continue
-            steps = x.squared_steps()
-            self._noise += variance * (x.lengths * steps).sum()
-            self._energy += (x.energy * steps).sum()
+            if variance is not None and x.samples:
+                self._taken.append((x, list(x.samples), variance))
+
+    def _sum_up(self) -> tuple[np.longdouble, np.longdouble]:
+        noise, energy = np.longdouble(0), np.longdouble(0)
+        for x, samples, variance in self._taken:
+            squares, steps = x.measured(samples)
+            noise += variance * (x.codec.carried(x.lengths) * steps * (squares > 0)).sum()
+            energy += (squares * steps).sum()
+        self._taken.clear()
+        return noise, energy

@@ -1,9 +1,10 @@
 """The step protocol: what a codec asks of the driver, as descriptions without buffers or communication.
 
 A codec's ``steps(x, state, ctx)`` is a generator. Each ``yield`` hands the driver one step; the driver gives
-memory, calls ``encode``, moves words, calls ``decode``, and sends the answer (the agreed words of an
-:class:`Agree`) back into the generator. The generator returns the codec's next state. One driver runs it over
-MPI, one in lockstep for many virtual ranks in one thread; a codec cannot tell which.
+memory, calls ``encode``, moves words, calls ``decode``, and sends the answer back into the generator (the
+words of an :class:`Agree` or :class:`Energies`). The generator returns what the codec's next state is made
+of, one entry a segment. One driver runs it over MPI, one in lockstep for many virtual ranks in one thread; a
+codec cannot tell which.
 """
 
 from __future__ import annotations
@@ -15,11 +16,26 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Agree", "Context", "FloatName", "FloatSum", "Step", "Steps", "Sum", "Words"]
+__all__ = [
+    "Agree",
+    "Context",
+    "Energies",
+    "FloatName",
+    "FloatSum",
+    "Lanes",
+    "OpSum",
+    "Redo",
+    "Step",
+    "Steps",
+    "Sum",
+    "Words",
+    "float_sum",
+]
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 Buffer: TypeAlias = npt.NDArray[Any]
 FloatName: TypeAlias = Literal["float32", "float64", "bfloat16", "float16"]
+Lanes: TypeAlias = tuple[tuple[int, int, int], ...]  # (first word, end word, lane width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +54,8 @@ class Context:
         Results are larger than the caches: write past them.
     measure : bool
         Collect what ``vnmse_estimate`` needs.
+    stateful : bool
+        What a codec returns comes back to it in the next step; false for the functions.
     """
 
     rank: int
@@ -46,12 +64,23 @@ class Context:
     step: int = 0
     stream: bool = False
     measure: bool = False
+    stateful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Agree:
     """Elementwise MAX over ranks of ``count`` uint32 words below 2^31. ``fill(out)`` writes this rank's; the
-    answer is the agreed words.
+    answer is the agreed words, valid until the generator's operand has been summed.
+    """
+
+    count: int
+    fill: Callable[[Words], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Energies:
+    """Elementwise SUM mod 2^32 over ranks of ``count`` uint32 words, a few a block at most. ``fill(out)``
+    writes this rank's; the answer is the sums.
     """
 
     count: int
@@ -60,18 +89,35 @@ class Agree:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """SUM mod 2^32 of ``count`` uint32 words that carry ``blocks`` blocks.
+    """SUM mod 2^32 of the uint32 words that carry ``blocks`` blocks.
 
-    ``encode(lo, hi, out)`` writes the words of blocks lo to hi (any range) into ``out``, ``decode(lo, hi,
-    words)`` reads their sums; both are pure in everything else. ``lanes`` lists (first word, end word, lane
-    width) for drivers that check lane ranges.
+    ``size(lo, hi)`` is the number of words of blocks lo to hi, ``encode(lo, hi, out)`` writes them into
+    ``out``, ``decode(lo, hi, words)`` reads their sums. The driver gives all blocks of a piece at once;
+    operands of whole tensors it cuts at multiples of 1024 blocks. ``lanes(lo, hi)`` lists (first word, end
+    word, lane width) of that message for drivers that check lane ranges; words that may leave their range are
+    not listed.
     """
 
     blocks: int
-    count: int
+    size: Callable[[int, int], int]
     encode: Callable[[int, int, Words], None]
     decode: Callable[[int, int, Words], None]
-    lanes: tuple[tuple[int, int, int], ...]
+    lanes: Callable[[int, int], Lanes] = lambda _lo, _hi: ()
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """SUM of the spans whose check words were wrong, in wider lanes, at the end of the call.
+
+    ``spans`` lists (first block, end block); ``size``, ``encode`` and ``lanes`` are those of :class:`Sum`,
+    and ``decode(lo, hi, words)`` returns whether the check words are right.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    size: Callable[[int, int], int]
+    encode: Callable[[int, int, Words], None]
+    decode: Callable[[int, int, Words], bool]
+    lanes: Callable[[int, int], Lanes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,5 +138,28 @@ class FloatSum:
     finish: Callable[[], None] | None = None
 
 
-Step: TypeAlias = Agree | Sum | FloatSum
+def float_sum(array: Buffer, dtype: FloatName | None = None) -> FloatSum:
+    """Return the step that sums a C-contiguous array in place; 16-bit floats are uint16 with a ``dtype``."""
+    flat = array.reshape(-1)
+    name: Any = dtype if dtype is not None else str(array.dtype)
+    nothing: Callable[[int, int, Buffer], None] = lambda _lo, _hi, _out: None  # noqa: E731
+    return FloatSum(name, 0, flat.size, nothing, nothing, (flat, flat))
+
+
+@dataclass(frozen=True, slots=True)
+class OpSum:
+    """Reduction of ``count`` uint32 words by one of the back end's own operations ("saturate:4", "exponent").
+
+    ``seed`` (uint32, equal on all ranks) keys the operation's noise. Every rank gets the same bits; they may
+    differ between back ends.
+    """
+
+    operation: str
+    seed: int
+    count: int
+    encode: Callable[[Words], None]
+    decode: Callable[[Words], None]
+
+
+Step: TypeAlias = Agree | Energies | Sum | Redo | FloatSum | OpSum
 Steps: TypeAlias = Generator[Step, Words | None, Any]

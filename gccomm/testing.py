@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,16 +16,16 @@ from gccomm.layout import PIECE_COORDINATES
 from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.stats import Stats
 from gccomm.steps import Words
-from gccomm.transfers import Broadcast, FloatAdd, Maximum, Transfer, WordAdd
+from gccomm.transfers import Broadcast, Combine, FloatAdd, Maximum, Transfer, WordAdd
 
-__all__ = ["run", "simulate"]
+__all__ = ["run", "simulate", "simulate_steps"]
 
 T = TypeVar("T")
 
 
 def simulate(
     xs: Sequence[Any] | Callable[[int], Sequence[Any]],
-    codec: str | Codec = "uniform",
+    codec: str | Codec = "rotated",
     op: str = "sum",
     seed: int = 0,
     steps: int = 1,
@@ -67,6 +67,49 @@ def simulate(
         A lane's sum left its range: a fault of the codec (also raised, as on all ranks, for sums that an
         integer dtype cannot hold).
     """
+    ys: list[Any] = []
+    stats: list[Stats] = []
+    for _, _, ys, stats in simulate_steps(  # noqa: B007  (those of the last step are returned)
+        xs,
+        codec,
+        op,
+        seed,
+        steps,
+        exact_below=exact_below,
+        error_feedback=error_feedback,
+        bucket_bytes=bucket_bytes,
+        piece_coordinates=piece_coordinates,
+        nonfinite=nonfinite,
+        one_host=one_host,
+    ):
+        pass
+    return ys, stats
+
+
+def simulate_steps(
+    xs: Sequence[Any] | Callable[[int], Sequence[Any]],
+    codec: str | Codec = "rotated",
+    op: str = "sum",
+    seed: int = 0,
+    steps: int = 1,
+    *,
+    exact_below: int = 1024,
+    error_feedback: bool | None = None,
+    bucket_bytes: int = 25 << 20,
+    piece_coordinates: int = PIECE_COORDINATES,
+    nonfinite: str = "propagate",
+    one_host: bool = True,
+) -> Iterator[tuple[int, Sequence[Any], list[Any], list[Stats]]]:
+    """Reduce as :func:`simulate` does, and hand out every step as it ends.
+
+    Arguments and errors are those of :func:`simulate`. Arguments are checked in the call itself, where a
+    function is also asked for the inputs of step 0; a step is computed when it is asked for.
+
+    Returns
+    -------
+    iterator of (step, inputs, ys, stats)
+        The step's number, and its inputs, results and figures, one per rank.
+    """
     exact_below = check_options(op, exact_below, nonfinite)
     integer("bucket_bytes", bucket_bytes, "a number of bytes", 1)
     integer("piece_coordinates", piece_coordinates, "a number of coordinates", 1)
@@ -90,16 +133,30 @@ def simulate(
         msg = "`xs` must hold one array or tree for each virtual rank, got none"
         raise ValueError(msg)
     reductions = [Reduction(options, remember=True) for _ in first]
-    ys: list[Any] = []
-    stats: list[Stats] = []
+    return _steps(reductions, xs, first, steps, one_host)
+
+
+def _steps(
+    reductions: Sequence[Reduction],
+    xs: Sequence[Any] | Callable[[int], Sequence[Any]],
+    first: Sequence[Any],
+    steps: int,
+    one_host: bool,
+) -> Iterator[tuple[int, Sequence[Any], list[Any], list[Stats]]]:
+    places = [Place(rank, len(reductions), one_host) for rank in range(len(reductions))]
+    inputs = first
     for step in range(steps):
-        inputs = xs(step) if callable(xs) and step else first
-        places = [Place(rank, len(reductions), one_host) for rank in range(len(reductions))]
-        attempts = [r.start(x, p) for r, x, p in zip(reductions, inputs, places, strict=True)]
-        outcomes = _lockstep([a.transfers() for a in attempts])
-        ys = _finish(attempts, outcomes)
-        stats = [o.stats for o in outcomes]
-    return ys, stats
+        if callable(xs) and step:
+            inputs = xs(step)
+        yield step, inputs, *_step(reductions, inputs, places)  # keeps no reference to the results
+
+
+def _step(
+    reductions: Sequence[Reduction], inputs: Sequence[Any], places: Sequence[Place]
+) -> tuple[list[Any], list[Stats]]:
+    attempts = [r.start(x, p) for r, x, p in zip(reductions, inputs, places, strict=True)]
+    outcomes = _lockstep([a.transfers() for a in attempts])
+    return _finish(attempts, outcomes), [o.stats for o in outcomes]
 
 
 def _finish(attempts: Sequence[Attempt], outcomes: Sequence[Outcome]) -> list[Any]:
@@ -144,6 +201,9 @@ def _combine(transfers: Sequence[Transfer]) -> None:
         for t in floats:
             np.copyto(t.recv, t.send)
         combine("float", [t.recv for t in floats], dtype=head.dtype)
+    elif isinstance(head, Combine):
+        own = [t.words for t in transfers if isinstance(t, Combine)]
+        combine("own", own, operation=head.operation, seed=head.seed)
     else:
         buffers = [t.buffer for t in transfers if isinstance(t, Broadcast)]
         for buffer in buffers:

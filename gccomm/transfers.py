@@ -12,7 +12,7 @@ from typing import TypeAlias
 from gccomm.backends import Backend
 from gccomm.steps import Buffer, FloatName, Words
 
-__all__ = ["Broadcast", "FloatAdd", "Maximum", "Transfer", "WordAdd", "execute"]
+__all__ = ["Broadcast", "Combine", "FloatAdd", "Maximum", "Transfer", "WordAdd", "execute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,18 @@ class FloatAdd:
 
 
 @dataclass(frozen=True, slots=True)
+class Combine:
+    """Elementwise reduction of uint32 words, in place, by one of gccomm's own operations.
+
+    ``seed`` keys the noise of those that round; equal on all ranks.
+    """
+
+    words: Words
+    operation: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Broadcast:
     """Bytes of rank ``root`` to every rank, in place."""
 
@@ -47,7 +59,7 @@ class Broadcast:
     root: int
 
 
-Transfer: TypeAlias = Maximum | WordAdd | FloatAdd | Broadcast
+Transfer: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Broadcast
 
 
 def execute(transfer: Transfer, backend: Backend) -> None:

@@ -39,10 +39,10 @@ class TwoRounds(Uniform):
         assert (scales == kept).all()
         yield Sum(
             x.blocks,
-            x.words,
+            x.size,
             lambda lo, hi, out: x.encode(lo, hi, out, scales, width, limit, ctx),
             lambda lo, hi, words: x.decode(lo, hi, words, scales, width, limit, ctx),
-            ((0, x.words, width),),
+            lambda lo, hi: ((0, x.size(lo, hi), width),),
         )
         return state
 

@@ -163,7 +163,7 @@ def test_two_calls_in_another_order_on_one_rank():
 
 def test_two_reducers_swapped_on_one_rank():
     def work(comm):
-        first, second = gccomm.Reducer(comm=comm), gccomm.Reducer(comm=comm)
+        first, second = gccomm.Reducer("uniform", comm=comm), gccomm.Reducer("uniform", comm=comm)
         grads = {"w": np.full(2000, comm.rank, F4)}
         order = (second, first) if comm.rank == 1 else (first, second)
         texts = []
@@ -184,7 +184,7 @@ def test_insertion_order_of_keys_does_not_matter():
     def work(comm):
         keys = ["a", "b", "c"]
         tree = {k: np.full(1500, ord(k), F4) for k in (keys if comm.rank else reversed(keys))}
-        y = comm.compressed_allreduce(tree, "mean")
+        y = comm.compressed_allreduce(tree, "mean", "uniform")
         assert list(y) == list(tree)
         return all(np.abs(y[k] - ord(k)).max() <= 3 for k in keys)
 

@@ -193,9 +193,9 @@ def test_what_is_compressed_can_be_chosen_by_key_and_read_afterwards():
 def test_size_from_which_arrays_are_compressed_is_exact():
     for size, below, codec in (
         (1023, 1024, "two-words"),
-        (1024, 1024, "uniform"),
-        (1, 0, "uniform"),
-        (9, 9, "uniform"),
+        (1024, 1024, "rotated"),
+        (1, 0, "rotated"),
+        (9, 9, "rotated"),
     ):
         _, stats = simulate([np.ones(size, F4)] * 2, exact_below=below)
         assert stats[0].codecs == {codec: size}

@@ -185,7 +185,7 @@ def test_torch_parameter_is_reduced_in_place_into_its_gradient():
     def work(comm):
         p = torch.nn.Parameter(torch.ones(2000))
         p.grad = torch.full((2000,), float(comm.rank))
-        out = comm.compressed_allreduce(p.grad, "mean", out=p.grad)
+        out = comm.compressed_allreduce(p.grad, "mean", "uniform", out=p.grad)
         assert out is p.grad
         assert (p == 1).all()
         return float((p.grad - 1).abs().max())

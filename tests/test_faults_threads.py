@@ -20,7 +20,7 @@ GOOD = np.ones(2000, F4)
 
 def test_interrupt_is_held_back_until_the_call_is_complete():
     comm = gccomm.init("local")
-    reducer = gccomm.Reducer(comm=comm)
+    reducer = gccomm.Reducer("uniform", comm=comm)
     backend = comm._backend
     original = backend.maximum
 
@@ -32,7 +32,11 @@ def test_interrupt_is_held_back_until_the_call_is_complete():
     before = signal.signal(signal.SIGINT, handler)
     backend.maximum = maximum
     try:
-        for call in (lambda: reducer({"w": GOOD}), lambda: comm.compressed_allreduce(GOOD), comm.barrier):
+        for call in (
+            lambda: reducer({"w": GOOD}),
+            lambda: comm.compressed_allreduce(GOOD, codec="uniform"),
+            comm.barrier,
+        ):
             with pytest.raises(KeyboardInterrupt):
                 call()
             assert signal.getsignal(signal.SIGINT) is handler
@@ -57,7 +61,7 @@ def test_handler_of_the_program_sees_the_interrupt_once_and_the_result_arrives()
                 original(words)
 
             comm._backend.sum_words = sum_words
-            assert np.abs(comm.compressed_allreduce(GOOD) - 1).max() < 0.01
+            assert np.abs(comm.compressed_allreduce(GOOD, codec="uniform") - 1).max() < 0.01
             assert seen == [signal.SIGINT]
             del comm._backend.sum_words
     finally:
@@ -69,7 +73,7 @@ def test_other_interrupt_handlers_are_left_alone(handler):
     previous = signal.signal(signal.SIGINT, handler)
     try:
         with gccomm.init("local") as comm:
-            comm.compressed_allreduce(GOOD)
+            comm.compressed_allreduce(GOOD, codec="uniform")
             assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, previous)
@@ -77,7 +81,7 @@ def test_other_interrupt_handlers_are_left_alone(handler):
 
 def test_two_threads_that_share_a_reducer_are_served_one_after_the_other():
     comm = gccomm.init("local")
-    reducer = gccomm.Reducer(comm=comm, op="sum")
+    reducer = gccomm.Reducer("uniform", comm=comm, op="sum")
     wrong: list[object] = []
     interval = sys.getswitchinterval()
 

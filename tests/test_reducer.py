@@ -52,7 +52,7 @@ def test_codecs_and_ops_by_key() -> None:
         return reducer(TREE), reducer.stats
 
     for tree, stats in results:
-        assert stats.codecs == {"uniform": 3 * 700 + 1500, "raw": 1100, "integers": 3}
+        assert stats.codecs == {"uniform": 3 * 700, "rotated": 1500, "raw": 1100, "integers": 3}
         np.testing.assert_array_equal(tree["encoder"]["bias"], 3)
         error = np.abs(tree["encoder"]["weight"] - TREE["encoder"]["weight"]).max()
         assert 0.1 < error < np.abs(TREE["encoder"]["weight"]).max() / 2  # 4 bits: coarse levels

@@ -98,7 +98,7 @@ def test_a_resumed_run_knows_the_keys_of_the_run_before() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
         ({"seed": 6}, "seed 6"),
         ({"step": None}, "lacks step"),
         ({"residuals": {"w": np.zeros((2, 2), np.float32)}}, r"'w' must be flat.*float32\[2, 2\]"),

@@ -41,10 +41,10 @@ class Halves(Codec):
         scales = yield Agree(x.blocks, x.maxima)
         yield Sum(
             x.blocks,
-            x.words,
+            x.size,
             lambda lo, hi, out: x.encode(lo, hi, out, scales, 16, 65536 * 100 // ctx.size, ctx),
             lambda lo, hi, w: x.decode(lo, hi, w, scales, 16, 65536 * 100 // ctx.size, ctx, subtract=False),
-            ((0, x.words, 16),),
+            lambda lo, hi: ((0, x.size(lo, hi), 16),),
         )
         return state
 
@@ -232,7 +232,7 @@ def test_installed_packages_add_codecs(tmp_path: Path, monkeypatch: pytest.Monke
     assert "gccomm_test_plugin" not in sys.modules  # listing imports nothing
     codec = get_codec("test-installed:wire_bits=4")
     assert type(codec).__module__ == "gccomm_test_plugin"
-    assert codec.config() == {"id": "test-installed", "wire_bits": 4}
+    assert codec.config() == {"id": "test-installed", "wire_bits": 4, "scales": "agreed"}
     ys, _ = testing.simulate([np.ones(2000, np.float32)] * 2, "test-installed")
     np.testing.assert_allclose(ys[0], 2, rtol=0.02)
     with pytest.raises(UnknownCodecError, match="did you mean 'test-installed'"):

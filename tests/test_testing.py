@@ -37,10 +37,10 @@ class Greedy(Codec):
         scales = yield Agree(x.blocks, x.maxima)
         yield Sum(
             x.blocks,
-            x.words,
+            x.size,
             lambda lo, hi, out: x.encode(lo, hi, out, scales, width, limit, ctx),
             lambda lo, hi, words: x.decode(lo, hi, words, scales, width, limit, ctx, subtract=False),
-            ((0, x.words, width),),
+            lambda lo, hi: ((0, x.size(lo, hi), width),),
         )
         return state
 
@@ -60,18 +60,18 @@ class Uneven(Greedy):
     def steps(self, x: Any, state: Any, ctx: Context) -> Steps:
         yield Agree(x.blocks, x.maxima)
         if ctx.rank != 1:
-            yield Sum(x.blocks, x.words, lambda *_: None, lambda *_: None, ())
+            yield Sum(x.blocks, x.size, lambda *_: None, lambda *_: None)
         return state
 
 
 class Talkative(Greedy):
-    """Goes on after its sum."""
+    """Yields what is no step."""
 
     id: ClassVar[str] = "test-talkative"
 
     def steps(self, x: Any, state: Any, ctx: Context) -> Steps:
         yield from super().steps(x, state, ctx)
-        yield Agree(x.blocks, x.maxima)
+        yield "a word"
 
 
 class Failing(Greedy):
@@ -132,8 +132,8 @@ def test_ranks_that_take_different_ways_are_caught() -> None:
         testing.simulate(ones(3), Uneven())
 
 
-def test_a_codec_that_goes_on_after_its_sum_is_caught() -> None:
-    with pytest.raises(BackendError, match=r"Talkative\(\) yields a step after its sum"):
+def test_a_codec_that_yields_what_is_no_step_is_caught() -> None:
+    with pytest.raises(BackendError, match=r"Talkative\(\) yields what is no step: 'a word'"):
         testing.simulate(ones(2), Talkative())
 
 

@@ -134,7 +134,17 @@ def run_rotated(
     if n == 5:
         step["grid"] = reference.Grid(*np.array([[0, 0, 2, 3, 3], [2, 2, 1, 2, 2]], np.int32))
     sent = reference.encode(
-        xp, x, agreed, hashes, shift, width=width, limit=limit, residual=rest, rotation=rotation, **step
+        xp,
+        x,
+        agreed,
+        hashes,
+        shift,
+        width=width,
+        limit=limit,
+        residual=rest,
+        rotation=rotation,
+        subtract=n % 3 > 0,
+        **step,
     )
     words, energies = reference.maxima_and_energies(xp, x, rest, rotation)
     how = {"n": n, "subtract": True, "offset": n}

@@ -114,7 +114,7 @@ class Specified:
             x, s, hashes = tensor.x[index], scales[numbers], tensor.hashes(numbers, p.padded(length))
             sent = reference.encode(
                 np, x, s, hashes, p.shift, width=p.width, limit=p.limit, residual=rest,
-                clamp=p.clamp, ratios=part, rotation=rotation, grid=p.grid,
+                clamp=p.clamp, ratios=part, rotation=rotation, subtract=p.subtract, grid=p.grid,
             )  # fmt: skip
             return *sent, reference.encoded_maxima(np, x, s, rest, part, rotation)
 
@@ -183,7 +183,7 @@ class Case:
         batch.run(
             kernels.encode, self.scales, ("words", batch.words), p.width, p.limit, p.shift,
             ("blocks", check) if extras else 0, p.clamp, self.ratios, p.rotations,
-            ("blocks", own) if extras else 0, p.grid_table(), cuts=self.cuts,
+            ("blocks", own) if extras else 0, p.subtract, p.grid_table(), cuts=self.cuts,
         )  # fmt: skip
         assert_same(batch.words, [word for one in self.sent for word in one[0]])
         if extras:

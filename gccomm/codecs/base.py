@@ -8,11 +8,13 @@ agreement between ranks.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,22 @@ from gccomm.steps import Context, Steps
 if TYPE_CHECKING:
     from gccomm.operand import Operand
 
-__all__ = ["Codec", "lane_width"]
+__all__ = ["Codec", "State", "lane_width", "state_digest"]
+
+State: TypeAlias = Mapping[str, Any]
+
+
+def state_digest(state: State) -> str:
+    """Return a short text that differs where states differ."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(state.items()):
+        hashed.update(f"{name}=".encode())
+        if isinstance(value, np.ndarray):
+            hashed.update(f"{value.dtype}{value.shape}".encode())
+            hashed.update(np.ascontiguousarray(value).data)
+        else:
+            hashed.update(repr(value).encode())
+    return hashed.hexdigest()
 
 
 class Codec(ABC):
@@ -38,21 +55,71 @@ class Codec(ABC):
         Tensors below ``exact_below`` coordinates bypass a lossy codec and travel exactly.
     rounds : bool
         What a rank sends differs from its input, so that error feedback has something to feed back.
+    sums_as : str
+        What the back end adds up, as tables show it: "integer lanes", a float type, "own operation".
     rounding : str
         "unbiased", "to nearest", "biased" or "none", as tables show it.
     biased : bool
         The error has a mean that training would feel: error feedback is on by default.
+    unit : str
+        "blocks": an operand holds any runs of blocks; "tensor": it holds whole tensors only.
+    private : bool
+        The rounding noise of an operand differs from rank to rank. (Signs of rotations never do.)
+    stateful : bool
+        Adapts from step to step, by key, through :meth:`next_state`.
+    reencodes : bool
+        May encode again after results were written, so that these must not overwrite the input.
+    operation : str or None
+        Operation of the back end's own that the codec reduces with.
     """
 
     id: ClassVar[str]
     lossy: ClassVar[bool] = True
     rounds: ClassVar[bool] = True
-    rounding: ClassVar[str] = "unbiased"
-    biased: ClassVar[bool] = False
+    sums_as: str = "integer lanes"
+    rounding: str = "unbiased"
+    biased: bool = False
+    unit: ClassVar[str] = "blocks"
+    private: ClassVar[bool] = False
+    stateful: bool = False
+    reencodes: bool = False
+    operation: str | None = None
 
     @abstractmethod
-    def steps(self, x: Operand, state: Any, ctx: Context) -> Steps:
-        """Yield the steps that reduce ``x`` over the ranks; return the next state."""
+    def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
+        """Yield the steps that reduce ``x`` over the ranks.
+
+        Parameters
+        ----------
+        x : Operand
+            Blocks of one or more tensors.
+        state : sequence of dict or None
+            What each segment's key has adapted, None in the first step; not to be changed.
+        ctx : Context
+            Rank, size, step.
+
+        Returns
+        -------
+        list or None
+            By way of the generator's return: one entry a segment for :meth:`next_state`.
+        """
+
+    def next_state(self, old: State | None, parts: Sequence[Any]) -> State | None:
+        """Return the next state of a key from what :meth:`steps` returned for its segments, in order.
+
+        Equal on all ranks, but for what :meth:`state_text` leaves out. Values are int, float, str, bool or
+        NumPy arrays: they go into checkpoints.
+        """
+        del parts
+        return old
+
+    def state_text(self, state: State) -> str:
+        """Return what of a key's state must be equal on all ranks."""
+        return state_digest(state)
+
+    def carried(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return how many coordinates travel for blocks of these lengths, padding included."""
+        return lengths
 
     @abstractmethod
     def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -95,8 +162,14 @@ class Codec(ABC):
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{k}={v!r}" for k, v in self.config().items() if k != "id")
-        return f"{type(self).__name__}({options})"
+        """Return the codec as it could be made, without options that have their default."""
+        known = inspect.signature(type(self)).parameters
+        shown = (
+            f"{name}={value!r}"
+            for name, value in self.config().items()
+            if name != "id" and (name == "wire_bits" or value != known[name].default)
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __eq__(self, other: object) -> bool:
         return (

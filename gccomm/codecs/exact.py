@@ -4,12 +4,13 @@ in lanes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gccomm.codecs.base import Codec
+from gccomm.codecs.base import Codec, State
 from gccomm.errors import NegotiationError
 from gccomm.lanes import integer_format
 from gccomm.steps import Agree, Context, Steps, Sum
@@ -30,7 +31,7 @@ class TwoWords(Codec):
     id: ClassVar[str] = "two-words"
     lossy: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
-    rounding: ClassVar[str] = "none"
+    rounding: str = "none"
 
     def weight(self, item_bytes: int) -> int:
         """Return 2: two words a coordinate."""
@@ -41,18 +42,18 @@ class TwoWords(Codec):
         """Return twice the length."""
         return 2 * lengths
 
-    def steps(self, x: Operand, state: Any, ctx: Context) -> Steps:
+    def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on exponents, then sum pairs of words."""
+        del state
         scales = yield Agree(x.blocks, x.maxima)
         assert scales is not None
         yield Sum(
             x.blocks,
-            x.words,
+            x.size,
             lambda lo, hi, out: x.encode_exact(lo, hi, out, scales, ctx),
             lambda lo, hi, words: x.decode_exact(lo, hi, words, scales, ctx),
-            ((0, x.words, 32),),
+            lambda lo, hi: ((0, x.size(lo, hi), 32),),
         )
-        return state
 
 
 class Integers(Codec):
@@ -65,7 +66,7 @@ class Integers(Codec):
     id: ClassVar[str] = "integers"
     lossy: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
-    rounding: ClassVar[str] = "none"
+    rounding: str = "none"
 
     def weight(self, item_bytes: int) -> int:
         """Return the most words that a coordinate may need: one per 16 bits and one more for the sign."""
@@ -82,16 +83,16 @@ class Integers(Codec):
         """Return the length; the true count follows from the agreed ranges."""
         return lengths
 
-    def steps(self, x: Operand, state: Any, ctx: Context) -> Steps:
+    def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on ranges, choose formats, then sum."""
+        del state
         ranges = yield Agree(x.count, x.ranges)
         assert ranges is not None
         lanes = x.set_formats([integer_format(int(bits), ctx.size) for bits in ranges])
         yield Sum(
             x.blocks,
-            x.words,
+            x.size,
             x.encode_integers,
             lambda lo, hi, words: x.decode_integers(lo, hi, words, ctx),
-            lanes,
+            lambda _lo, _hi: lanes,  # all blocks travel together
         )
-        return state

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gccomm.codecs.base import Codec
+from gccomm.codecs.base import Codec, State
 from gccomm.steps import Buffer, Context, FloatName, FloatSum, Steps
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class _Floats(Codec):
     """Convert to a float type of the wire and let the back end sum it."""
 
     lossy: ClassVar[bool] = False
-    rounding: ClassVar[str] = "to nearest"
+    rounding: str = "to nearest"
 
     def wire_dtype(self, x: Operand) -> FloatName:
         """Return the float type that ``x`` travels in."""
@@ -33,8 +34,9 @@ class _Floats(Codec):
         """Return the length: one float a coordinate."""
         return lengths
 
-    def steps(self, x: Operand, state: Any, ctx: Context) -> Steps:
+    def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Sum floats."""
+        del state
         wire = self.wire_dtype(x)
         direct = None
         if x.direct is not None and x.direct[0] == wire and (wire not in _HALVES or not x.mean):
@@ -48,7 +50,6 @@ class _Floats(Codec):
             direct,
             (lambda: _divide(direct[1], ctx.size)) if direct is not None and x.mean else None,
         )
-        return state
 
 
 def _as_sent(array: Buffer, wire: str) -> Buffer:
@@ -68,8 +69,9 @@ class Raw(_Floats):
     """
 
     id: ClassVar[str] = "raw"
+    sums_as = "float32"
     rounds: ClassVar[bool] = False
-    rounding: ClassVar[str] = "none"
+    rounding: str = "none"
 
     def weight(self, item_bytes: int) -> int:
         """Return the words of a coordinate: 2 for float64."""
@@ -86,6 +88,7 @@ class BFloat16(_Floats):
     """
 
     id: ClassVar[str] = "bf16"
+    sums_as = "bfloat16"
 
     def wire_dtype(self, x: Operand) -> FloatName:
         """Return bfloat16."""
@@ -99,6 +102,7 @@ class Float16(_Floats):
     """
 
     id: ClassVar[str] = "fp16"
+    sums_as = "float16"
 
     def wire_dtype(self, x: Operand) -> FloatName:
         """Return float16."""

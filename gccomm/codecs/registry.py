@@ -22,6 +22,7 @@ _BUILT_IN = {
     "bf16": "gccomm.codecs.floats:BFloat16",
     "fp16": "gccomm.codecs.floats:Float16",
     "uniform": "gccomm.codecs.uniform:Uniform",
+    "rotated": "gccomm.codecs.rotated:Rotated",
 }
 _loaded: dict[str, type[Codec]] = {}
 _made: dict[str, Codec] = {}  # codecs by the text that asked for them: they are immutable
@@ -78,7 +79,7 @@ def get_codec(codec: str | dict[str, Any] | Codec, **options: Any) -> Codec:
     >>> get_codec("uniform", wire_bits=4)
     Uniform(wire_bits=4)
     >>> get_codec("uniform:wire_bits=5").config()
-    {'id': 'uniform', 'wire_bits': 5}
+    {'id': 'uniform', 'wire_bits': 5, 'scales': 'agreed'}
     """
     if isinstance(codec, Codec):
         if options:

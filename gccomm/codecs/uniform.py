@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gccomm.codecs.base import Codec, lane_width
+from gccomm.checks import one_of
+from gccomm.codecs.base import Codec, State, lane_width
+from gccomm.codecs.prediction import next_scales, predicted_steps
 from gccomm.errors import NegotiationError
 from gccomm.lanes import FIXED_POINT, lanes, safe_limit
 from gccomm.steps import Agree, Context, Steps, Sum
@@ -32,6 +35,9 @@ class Uniform(Codec):
     wire_bits : int
         Lane width w: 2, 3, 4, 5, 6, 8, 10 or 16. A coordinate costs 32 / floor(32 / w) bits, plus 0.03 for
         scales.
+    scales : str
+        "agreed", or "predicted" in a Reducer: steps without a round of their own before the sum, at 2 to 3
+        times the vNMSE, and with clamps where a maximum grows by half from one step to the next.
 
     Notes
     -----
@@ -42,26 +48,20 @@ class Uniform(Codec):
 
     id: ClassVar[str] = "uniform"
 
-    def __init__(self, wire_bits: int = 8) -> None:
+    def __init__(self, wire_bits: int = 8, scales: str = "agreed") -> None:
         self.wire_bits = lane_width(wire_bits)
+        one_of("scales", scales, ("agreed", "predicted"))
+        self.scales = scales
+        self.stateful = scales == "predicted"
 
     def require_size(self, size: int, item_bytes: int) -> None:
         """Refuse more ranks than the lane has fixed-point room for."""
         del item_bytes
-        try:
-            safe_limit(self.wire_bits, size)
-        except ValueError as error:
-            raise NegotiationError(str(error)) from None
+        require_lanes(self.wire_bits, size)
 
     def require_feedback(self, size: int) -> None:
         """Refuse steps that are not smaller than the block's maximum: residuals would grow for ever."""
-        levels = safe_limit(self.wire_bits, size) / FIXED_POINT
-        if levels <= 1:
-            msg = (
-                f"error feedback in lanes of {self.wire_bits} bits on {size} ranks would diverge: a rank has "
-                f"{levels:.2f} levels and needs more than 1; use a larger wire_bits or error_feedback=False"
-            )
-            raise NegotiationError(msg)
+        require_levels(self.wire_bits, size)
 
     def noise(self, size: int) -> float:
         """Return (n + 1) / 12."""
@@ -71,16 +71,44 @@ class Uniform(Codec):
         """Return ceil(length / lanes)."""
         return -(-lengths // lanes(self.wire_bits))
 
-    def steps(self, x: Operand, state: Any, ctx: Context) -> Steps:
+    def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on block maxima, then sum lanes."""
+        if self.scales == "predicted" and ctx.stateful:
+            return predicted_steps(x, state, ctx, self.wire_bits)
+        return self._agreed(x, ctx)
+
+    def _agreed(self, x: Operand, ctx: Context) -> Steps:
         width, limit = self.wire_bits, safe_limit(self.wire_bits, ctx.size)
         scales = yield Agree(x.blocks, x.maxima)
         assert scales is not None
         yield Sum(
             x.blocks,
-            x.words,
+            x.size,
             lambda lo, hi, out: x.encode(lo, hi, out, scales, width, limit, ctx),
-            lambda lo, hi, words: x.decode(lo, hi, words, scales, width, limit, ctx, subtract=False),
-            ((0, x.words, width),),
+            lambda lo, hi, words: x.decode(lo, hi, words, scales, width, limit, ctx),
+            lambda lo, hi: ((0, x.size(lo, hi), width),),
         )
-        return state
+
+    def next_state(self, old: State | None, parts: Sequence[Any]) -> State | None:
+        """Return the next prediction of scales."""
+        del old
+        return next_scales(parts)
+
+
+def require_lanes(width: int, size: int) -> None:
+    """Raise NegotiationError where lanes of this width have no room for ``size`` ranks."""
+    try:
+        safe_limit(width, size)
+    except ValueError as error:
+        raise NegotiationError(str(error)) from None
+
+
+def require_levels(width: int, size: int) -> None:
+    """Raise NegotiationError where a rank has no more than one level, so that error feedback diverges."""
+    levels = safe_limit(width, size) / FIXED_POINT
+    if levels <= 1:
+        msg = (
+            f"error feedback in lanes of {width} bits on {size} ranks would diverge: a rank has {levels:.2f} "
+            "levels and needs more than 1; use a larger wire_bits or error_feedback=False"
+        )
+        raise NegotiationError(msg)

@@ -1,4 +1,7 @@
-"""`gccomm bench`: time all-reduces, codecs against uncompressed MPI, with nccl-tests' options and columns."""
+"""`gccomm bench`: time all-reduces, codecs against uncompressed MPI, with nccl-tests' options and columns.
+
+With ``--accuracy`` it measures errors instead: :mod:`gccomm_launch.accuracy`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gccomm_launch.arguments import byte_count, codec, factor, natural, output, positive
+
 if TYPE_CHECKING:
     import gccomm
     from gccomm_launch.bench_report import Row
@@ -21,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_CODECS", "bench", "byte_count", "measure_size", "parse", "sizes", "write_json"]
 
 DEFAULT_CODECS = ("uniform:wire_bits=8", "uniform:wire_bits=4")
-_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def bench(argv: Sequence[str]) -> int:
@@ -44,6 +48,10 @@ def bench(argv: Sequence[str]) -> int:
     """
     from gccomm import backends
 
+    if "--accuracy" in argv:
+        from gccomm_launch.accuracy import accuracy
+
+        return accuracy([text for text in argv if text != "--accuracy"])
     options = parse(argv)
     if backends.launcher() is None:
         from gccomm_launch.run import run
@@ -61,67 +69,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "uncompressed way's time over the codec's.",
     )
     add = parser.add_argument
-    add("-n", type=_positive, metavar="N", help="ranks to start (default 2); not under an MPI launcher")
+    add("-n", type=positive, metavar="N", help="ranks to start (default 2); not under an MPI launcher")
     add("-b", "--minbytes", type=byte_count, default=1 << 20, metavar="SIZE", help="least size (default 1M)")
     add("-e", "--maxbytes", type=byte_count, metavar="SIZE", help="greatest size (default 64M, at least -b)")
-    add("-f", "--stepfactor", type=_factor, default=8, metavar="F", help="from size to size (default 8)")
-    add("-w", "--warmup", type=_natural, default=3, metavar="N", help="rounds before (default 3)")
-    add("-i", "--iters", type=_positive, default=20, metavar="N", help="rounds measured (default 20)")
+    add("-f", "--stepfactor", type=factor, default=8, metavar="F", help="from size to size (default 8)")
+    add("-w", "--warmup", type=natural, default=3, metavar="N", help="rounds before (default 3)")
+    add("-i", "--iters", type=positive, default=20, metavar="N", help="rounds measured (default 20)")
     codecs_help = f"ids with options (default {' '.join(DEFAULT_CODECS)}); raw and bf16 are measured besides"
-    add("--codecs", nargs="+", type=_codec, default=list(DEFAULT_CODECS), metavar="CODEC", help=codecs_help)
+    add("--codecs", nargs="+", type=codec, default=list(DEFAULT_CODECS), metavar="CODEC", help=codecs_help)
     add("--op", choices=("sum", "mean"), default="sum", help="reduction (default sum)")
     dtype_help = "of the arrays (default float32); MPI sums float16 as float32"
     add("--dtype", choices=("float32", "float64", "float16"), default="float32", help=dtype_help)
-    add("--seed", type=_natural, default=0, metavar="N", help="of the Gaussian inputs (default 0)")
-    add("--json", type=Path, metavar="FILE", help="also write everything to FILE")
+    add("--seed", type=natural, default=0, metavar="N", help="of the Gaussian inputs (default 0)")
+    add("--json", type=output, metavar="FILE", help="also write everything to FILE")
+    accuracy_help = "measure errors in place of times; `gccomm bench --accuracy --help` shows its options"
+    add("--accuracy", action="store_true", help=accuracy_help)
     options = parser.parse_args(argv)
+    if options.accuracy:
+        parser.error("write --accuracy in full")
+    del options.accuracy
     if options.maxbytes is None:
         options.maxbytes = max(64 << 20, options.minbytes)
     if options.maxbytes < options.minbytes:
         parser.error(f"--maxbytes {options.maxbytes} is less than --minbytes {options.minbytes}")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json: there is no folder {options.json.absolute().parent}")
     return options
-
-
-def byte_count(text: str) -> int:
-    """Return a size of at least 8 bytes, in bytes, from a number with an optional suffix K, M or G."""
-    digits, factor = text.strip().upper().removesuffix("B"), 1
-    if digits[-1:] in _SUFFIXES:
-        digits, factor = digits[:-1], _SUFFIXES[digits[-1:]]
-    if not digits.isdecimal() or int(digits) * factor < 8:
-        message = f"a size is at least 8 bytes, as 65536 or 64K; got {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return int(digits) * factor
-
-
-def _integer(text: str, least: int) -> int:
-    if not text.strip().isdecimal() or int(text) < least:
-        message = f"must be an integer of at least {least}; got {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _factor(text: str) -> int:
-    return _integer(text, 2)
-
-
-def _codec(text: str) -> str:
-    from gccomm import get_codec
-
-    try:
-        get_codec(text)
-    except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 def sizes(options: argparse.Namespace) -> list[int]:

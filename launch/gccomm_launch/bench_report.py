@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,25 +154,8 @@ def machine() -> dict[str, Any]:
     """Return where and with what a measurement is made, ready for JSON; MPI must be in use."""
     from mpi4py import MPI
 
-    from gccomm import kernels
+    from gccomm_launch import machine as without_mpi
 
     vendor, numbers = MPI.get_vendor()
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
-        "isa": kernels.isa(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "mpi": f"{vendor} {'.'.join(map(str, numbers))}",
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("gccomm", "numpy", "mpi4py")},
-    }
-
-
-def _cpu() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
+    found = without_mpi.machine(("gccomm", "numpy", "mpi4py"))
+    return {**found, "mpi": f"{vendor} {'.'.join(map(str, numbers))}"}

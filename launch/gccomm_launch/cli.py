@@ -13,7 +13,7 @@ __all__ = ["main"]
 # Subcommand: (module and function that take its arguments, help).
 _COMMANDS = {
     "run": ("gccomm_launch.run:run", "run a script on several processes of this host"),
-    "bench": ("gccomm_launch.bench:bench", "time all-reduces: codecs against uncompressed MPI"),
+    "bench": ("gccomm_launch.bench:bench", "time all-reduces, or measure the accuracy of codecs"),
     "codecs": ("gccomm_launch.codecs:codecs", "list the codecs that are installed"),
 }
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from gccomm.agreement import HEADER_WORDS
 from gccomm.codecs import Codec, get_codec, list_codecs
-from gccomm.layout import LeafSpec
-from gccomm.plan import Plan
-from gccomm.steps import Agree, Context, FloatSum, Sum
+from gccomm.testing import simulate
 
 __all__ = ["CodecInfo", "codecs", "describe"]
 
@@ -84,37 +83,18 @@ def describe(name: str) -> CodecInfo:
         info.description = " ".join(paragraph.split())
         info.rounding = codec.rounding
         info.options = {key: value for key, value in codec.config().items() if key != "id"}
-        info.wire_bits, info.sums_as = _wire(codec)
+        info.sums_as = codec.sums_as
+        info.wire_bits = _wire(codec)
     except Exception as error:  # a codec of another package must not hide the rest
         info.problem = f"{type(error).__name__}: {error}"
     return info
 
 
-def _wire(codec: Codec) -> tuple[float, str]:
-    """Walk through the codec's steps, without data, and return bits a coordinate and what is summed."""
-    shape = (_COORDINATES,)
-    plan = Plan([LeafSpec("", "float32", shape, shape, codec, mean=False)], size=2)
-    bits = 0
-    kinds: list[str] = []
-    for operand in plan.operands:
-        steps = codec.steps(operand, None, Context(rank=0, size=2, shift=0))
-        try:
-            step = next(steps)
-            while True:
-                if isinstance(step, Agree):
-                    bits += 32 * step.count
-                    step = steps.send(np.zeros(step.count, np.uint32))
-                    continue
-                if isinstance(step, FloatSum):
-                    bits += {"float64": 64, "float32": 32}.get(step.dtype, 16) * step.count
-                    kinds.append(step.dtype)
-                elif isinstance(step, Sum):
-                    bits += 32 * step.count
-                    kinds.append("integer lanes")
-                step = next(steps)
-        except StopIteration:
-            continue
-    return bits / _COORDINATES, " + ".join(dict.fromkeys(kinds))
+def _wire(codec: Codec) -> float:
+    """Reduce an array over two virtual ranks and return the bits a coordinate, in the third step."""
+    x = np.ones(_COORDINATES, dtype=np.float32)
+    _, stats = simulate([{"x": x}, {"x": x}], codec, steps=3, exact_below=0)
+    return 8 * (stats[0].wire_bytes - 4 * HEADER_WORDS) / _COORDINATES
 
 
 def _table(infos: Sequence[CodecInfo]) -> list[str]:

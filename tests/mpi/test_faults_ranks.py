@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import gccomm
+from gccomm.testing import simulate
 
 F4 = np.float32
 GOOD = np.ones(3000, F4)
@@ -26,7 +27,7 @@ def fails_alike(comm: Any, world: Any, kind: type[BaseException], call: Callable
         call()
     seen = world.allgather((caught.type.__name__, str(caught.value)))
     assert len(set(seen)) == 1
-    assert np.abs(comm.compressed_allreduce(GOOD) - comm.size).max() < 0.3
+    assert np.abs(comm.compressed_allreduce(GOOD, codec="uniform") - comm.size).max() < 0.3
     assert comm.broadcast(comm.rank, comm.size - 1) == comm.size - 1
     return str(caught.value)
 
@@ -143,7 +144,7 @@ def test_messages_of_the_program_on_the_same_processes_do_not_mix(comm: Any, wor
     part = np.ones(1000)
     pending = world.Iallreduce(part, total)
     for _ in range(3):
-        assert np.abs(comm.compressed_allreduce(GOOD) - comm.size).max() < 0.3
+        assert np.abs(comm.compressed_allreduce(GOOD, codec="uniform") - comm.size).max() < 0.3
     send = world.Isend(mine, (comm.rank + 1) % comm.size, 7)
     assert (comm.broadcast(np.arange(3), 0) == np.arange(3)).all()
     for request in (receive, send, pending):
@@ -194,7 +195,7 @@ def test_one_rank_groups_behave_like_larger_ones(comm: Any) -> None:
         for dtype in ("float16", "float32", "float64", "complex64", "int8", "bool"):
             x = np.linspace(0, 1, 3000).reshape(30, 100).astype(dtype)
             for op in ("sum", "mean") if x.dtype.kind in "fc" else ("sum",):
-                y = alone.compressed_allreduce(x, op)
+                y = alone.compressed_allreduce(x, op, "uniform")
                 assert (y.dtype, y.shape) == (x.dtype, x.shape)
                 assert not np.shares_memory(y, x)
                 assert np.abs(y.astype(complex) - x.astype(complex)).max() <= 1 / 127
@@ -206,7 +207,7 @@ def test_one_rank_groups_behave_like_larger_ones(comm: Any) -> None:
 def test_groups_of_even_and_odd_ranks_work_at_the_same_time(comm: Any) -> None:
     with comm.split(comm.rank % 2, key=-comm.rank) as part:
         for _ in range(20):
-            y = part.compressed_allreduce(np.full(2000, comm.rank, F4), "mean")
+            y = part.compressed_allreduce(np.full(2000, comm.rank, F4), "mean", "uniform")
             members = [r for r in range(comm.size) if r % 2 == comm.rank % 2]
             assert np.abs(y - np.mean(members)).max() <= 0.1
         assert part.broadcast(comm.rank, 0) == max(members)
@@ -245,3 +246,30 @@ def test_two_communicators_on_the_same_ranks_are_told_apart(comm: Any, world: An
     assert (a.allreduce(1.0), b.allreduce(2.0)) == (comm.size, 2.0 * comm.size)
     b.close()
     a.close()
+
+
+def test_predicted_steps_meet_another_call(comm: Any) -> None:
+    """The first words of a step with predicted scales are summed, those of other calls maximised."""
+    if comm.size == 1:
+        pytest.skip("needs a rank that does something else")
+    reducer = gccomm.Reducer("uniform:scales=predicted", comm=comm, op="sum")
+    x = {"w": np.linspace(-1, 1, 50_000, dtype=F4)}
+    for _ in range(3):
+        reducer(x)
+    assert reducer.stats.messages == 2
+    for odd in {0, comm.size - 1}:
+        call = comm.barrier if comm.rank == odd else lambda: reducer(x)
+        with pytest.raises(gccomm.MismatchError, match="barrier"):
+            call()
+        assert np.abs(reducer(x)["w"] / comm.size - x["w"]).max() < 0.1 * comm.size
+
+
+def test_rotated_checked_over_processes(comm: Any) -> None:
+    """Words, spans that are redone and results as in lockstep."""
+    rng = np.random.default_rng(5)
+    xs = [rng.standard_normal(150_000, dtype=F4) for _ in range(comm.size)]
+    expected, _ = simulate([{"x": x} for x in xs], "rotated:headroom=checked", steps=3)
+    reducer = gccomm.Reducer("rotated:headroom=checked", comm=comm, op="sum")
+    for _ in range(3):
+        y = reducer({"x": xs[comm.rank]})["x"]
+    np.testing.assert_array_equal(y, expected[0]["x"])

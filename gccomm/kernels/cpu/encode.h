@@ -213,11 +213,25 @@ class Encoder {
     const float* sent_values(const Block& b) {
         const int n = args_.rotations == 0 ? b.length : padded(b.length);
         const float half = grid_.g % 2 == 0 ? 0.0f : 0.5f;  // by which integers of an odd grid are off
-        for (int i = 0; i < n; i++) scaled_.at[i] = (static_cast<float>(q_.at[i]) + half) * level_;
+        if (args_.subtract && args_.grid == nullptr)
+            undithered(b, n);
+        else
+            for (int i = 0; i < n; i++) scaled_.at[i] = (static_cast<float>(q_.at[i]) + half) * level_;
         if (args_.rotations == 0) return scaled_.at;
         NearFloats source{scaled_.at};
         rotator_.unrotate(source, b.length, 1);
         return rotator_.values();
+    }
+
+    // The integers less this rank's own dither, times the level.
+    void undithered(const Block& b, int n) {
+        const BlockNoise noise = noise_of(b);
+        const float unit = level_ * 0x1p-15f;
+        for (int i = 0; i < n; i += kLanes) {
+            const U dither = ((noise.bits(noise.counter(i)) >> 16) + args_.shift) & 0xFFFF;
+            const I v = (load<I>(q_.at + i) << 15) - (I)(dither >> 1) + 16384;
+            store(scaled_.at + i, __builtin_convertvector(v, F) * unit);
+        }
     }
 
     // Residual of a block that sends nothing: all of it, or unchanged if the scale is not finite.

@@ -210,6 +210,7 @@ def encode(
     clamp: int = 0,
     ratios: Array | None = None,
     rotation: Rotation | None = None,
+    subtract: bool = False,
     grid: Grid | None = None,
 ) -> Encoded:
     """Round and pack blocks.
@@ -226,6 +227,8 @@ def encode(
         Lane width in bits.
     residual : array of float32 (float64 for float64), same shape, optional
         Error carried over from the last step, added to `x`.
+    subtract : bool
+        Whether decoding takes the dither off: the residual then leaves out this rank's share of it.
 
     Returns
     -------
@@ -245,7 +248,13 @@ def encode(
     mantissa, _ = split_scale(xp, scales, is_wide(v))
     level = mantissa * (xp.float32(65536 / limit) if ratios is None else ratios)
     sends = _sends(scales, ratios, is_wide(v))
-    # With an odd grid the integers stand for numbers half a level above them.
-    levels = q.astype(xp.float32) + xp.float32(0 if grid is None else 0.5 * (_steps(grid) % 2))
+    if grid is not None:  # with an odd one, the integers stand for numbers half a level above them
+        levels = q.astype(xp.float32) + xp.float32(0.5 * (_steps(grid) % 2))
+    elif subtract:
+        dither = view(((hashes >> 16) + u32(xp, shift)) & 0xFFFF, xp.int32)
+        levels = (q * 32768 - (dither >> 1) + 16384).astype(xp.float32)
+        level = level * xp.float32(2.0**-15)
+    else:
+        levels = q.astype(xp.float32)
     error = _rounding_error(xp, v, levels * level[:, None], scales, sends, residual, rotation)
     return Encoded(pack(xp, q, width), error, check_words(xp, hashes, q))
