@@ -84,7 +84,8 @@ def draw_scales(maxima: Array, wide: bool, rng: np.random.Generator) -> Array:
 
 
 def draw_ratios(blocks: int, p: Options, rng: np.random.Generator) -> Array | None:
-    ratios = (np.exp2(rng.uniform(-15, 1, blocks)) * (rng.random(blocks) < 0.9)).astype(np.float32)
+    low, high = (-40, 40) if rng.random() < 0.2 else (-15, 1)
+    ratios = (np.exp2(rng.uniform(low, high, blocks)) * (rng.random(blocks) < 0.9)).astype(np.float32)
     return ratios if p.ratios else None
 
 

@@ -47,7 +47,8 @@ def encode(
     `limit` is the fixed-point value of the scale (2**-16 levels), `clamp` the largest fixed-point value (0:
     `limit`), `shift` this rank's shift of the dither, `check` the address of uint32[hi - lo][2] for the check
     words. `ratios` is the address of float32 for all blocks of the batch, as `scales`: the level of a block
-    as a multiple of its scale (0: the block sends zeros); `limit` is then ignored, and `clamp` needed.
+    as a multiple of its scale, 2**-40 to 2**40 (0: the block sends zeros); `limit` is then ignored, and
+    `clamp` needed.
     `rotations`, 0 to 2, says how often blocks are rotated; rotated blocks have the words of a block whose
     length is the next multiple of 64. `maxima` is the address of uint32[hi - lo] for the scale words that
     the blocks have of their own. `subtract` says that decoding takes the dither off: residuals then leave out

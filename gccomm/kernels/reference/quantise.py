@@ -147,7 +147,8 @@ def quantise(
     clamp : int
         Largest fixed-point value, 0 for `limit`.
     ratios : array of float32, shape (blocks,), optional
-        One level of each block as a multiple of its scale; where 0, the block counts as zero.
+        One level of each block as a multiple of its scale, from 2**-40 to 2**40; where 0, the block counts as
+        zero.
     rotation : Rotation, optional
         Rotation of the blocks.
     grid : Grid, optional
