@@ -84,7 +84,8 @@ def draw_scales(maxima: Array, wide: bool, rng: np.random.Generator) -> Array:
 
 
 def draw_ratios(blocks: int, p: Options, rng: np.random.Generator) -> Array | None:
-    ratios = (np.exp2(rng.uniform(-15, 1, blocks)) * (rng.random(blocks) < 0.9)).astype(np.float32)
+    low, high = (-40, 40) if rng.random() < 0.2 else (-15, 1)
+    ratios = (np.exp2(rng.uniform(low, high, blocks)) * (rng.random(blocks) < 0.9)).astype(np.float32)
     return ratios if p.ratios else None
 
 
@@ -114,8 +115,7 @@ class Specified:
             x, s, hashes = tensor.x[index], scales[numbers], tensor.hashes(numbers, p.padded(length))
             sent = reference.encode(
                 np, x, s, hashes, p.shift, width=p.width, limit=p.limit, residual=rest,
-                clamp=p.clamp, ratios=part, rotation=rotation, grid=p.grid,
-                subtract=p.subtract and p.grid is None,
+                clamp=p.clamp, ratios=part, rotation=rotation, subtract=p.subtract, grid=p.grid,
             )  # fmt: skip
             return *sent, reference.encoded_maxima(np, x, s, rest, part, rotation)
 
@@ -184,7 +184,7 @@ class Case:
         batch.run(
             kernels.encode, self.scales, ("words", batch.words), p.width, p.limit, p.shift,
             ("blocks", check) if extras else 0, p.clamp, self.ratios, p.rotations,
-            ("blocks", own) if extras else 0, p.grid_table(), p.subtract and p.grid is None, cuts=self.cuts,
+            ("blocks", own) if extras else 0, p.subtract, p.grid_table(), cuts=self.cuts,
         )  # fmt: skip
         assert_same(batch.words, [word for one in self.sent for word in one[0]])
         if extras:

@@ -39,21 +39,23 @@ def encode(
     ratios: int = 0,
     rotations: int = 0,
     maxima: int = 0,
-    grid: int = 0,
     subtract: bool = False,
+    grid: int = 0,
 ) -> None:
     """Round, pack into lanes of `width` bits, and leave residuals behind.
 
     `limit` is the fixed-point value of the scale (2**-16 levels), `clamp` the largest fixed-point value (0:
     `limit`), `shift` this rank's shift of the dither, `check` the address of uint32[hi - lo][2] for the check
     words. `ratios` is the address of float32 for all blocks of the batch, as `scales`: the level of a block
-    as a multiple of its scale (0: the block sends zeros); `limit` is then ignored, and `clamp` needed.
+    as a multiple of its scale, 2**-40 to 2**40 (0: the block sends zeros); `limit` is then ignored, and
+    `clamp` needed.
     `rotations`, 0 to 2, says how often blocks are rotated; rotated blocks have the words of a block whose
     length is the next multiple of 64. `maxima` is the address of uint32[hi - lo] for the scale words that
-    the blocks have of their own. `grid` is the address of int32[1 + 2 g]: g, then for k = 0 ... g - 1 the
+    the blocks have of their own. `subtract` says that decoding takes the dither off: residuals then leave out
+    this rank's share of it. `grid` is the address of int32[1 + 2 g]: g, then for k = 0 ... g - 1 the
     largest grid point among 0 ... g that is at most k, then the way from there to the next one; it needs
-    `ratios` and takes the place of `clamp`: values are rounded to grid points, less (g + 1) // 2. `subtract`
-    says that decoding takes the dither off: residuals then leave out this rank's share of it.
+    `ratios` and takes the place of `clamp`: values are rounded to grid points, less (g + 1) // 2; `subtract`
+    then has no say.
 
     Raises
     ------

@@ -110,8 +110,8 @@ class Encoder {
     // 2^-e goes into the factor where that is exact.
     void encode_floats(const Block& b, Scale scale, Rounding& r, u32* check) {
         const Segment& s = *b.segment;
-        const int exponent = static_cast<int>(bits_of(r.factor) >> 23) - scale.e;
-        const bool folds = exponent >= 1 && exponent <= 254;
+        const int before = static_cast<int>(bits_of(r.factor) >> 23), after = before - scale.e;
+        const bool folds = before >= 1 && before <= 254 && after >= 1 && after <= 254;
         if (folds) r.factor = float_of(bits_of(r.factor) - (static_cast<u32>(scale.e) << 23));
         if (folds && direct(s))
             return with_source(s.dtype, block_address(s.src, b),
@@ -213,7 +213,7 @@ class Encoder {
     const float* sent_values(const Block& b) {
         const int n = args_.rotations == 0 ? b.length : padded(b.length);
         const float half = grid_.g % 2 == 0 ? 0.0f : 0.5f;  // by which integers of an odd grid are off
-        if (args_.subtract)
+        if (args_.subtract && args_.grid == nullptr)
             undithered(b, n);
         else
             for (int i = 0; i < n; i++) scaled_.at[i] = (static_cast<float>(q_.at[i]) + half) * level_;

@@ -54,7 +54,7 @@ void maxima(Address table, Index segments, Index lo, Index hi, Address out, Addr
 
 void encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
             int width, std::int32_t limit, std::uint32_t shift, Address check, std::int32_t clamp,
-            Address ratios, int rotations, Address maxima, Address grid, bool subtract) {
+            Address ratios, int rotations, Address maxima, bool subtract, Address grid) {
     check_lanes(width, ratios == 0 ? limit : 1);
     check_rotations(rotations);
     require(clamp != 0 || ratios == 0 || grid != 0, "with ratios a clamp or a grid is needed");
@@ -73,8 +73,8 @@ void encode(Address table, Index segments, Index lo, Index hi, Address scales, A
                                                       pointer<const float>(ratios),
                                                       rotations,
                                                       pointer<std::uint32_t>(maxima),
-                                                      pointer<const std::int32_t>(grid),
-                                                      subtract});
+                                                      subtract,
+                                                      pointer<const std::int32_t>(grid)});
 }
 
 void decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
@@ -253,7 +253,7 @@ NB_MODULE(_native, m) {
           "rotations"_a = 0, Released());
     m.def("encode", &g::encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "shift"_a, "check"_a = 0, "clamp"_a = 0, "ratios"_a = 0, "rotations"_a = 0,
-          "maxima"_a = 0, "grid"_a = 0, "subtract"_a = false, Released());
+          "maxima"_a = 0, "subtract"_a = false, "grid"_a = 0, Released());
     m.def("decode", &g::decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "n"_a, "subtract"_a, "mean"_a, "stream"_a, "check"_a = 0, "energy"_a = 0,
           "ratios"_a = 0, "rotations"_a = 0, "offset"_a = 0, Released());

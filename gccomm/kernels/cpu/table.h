@@ -64,8 +64,8 @@ struct EncodeArgs {
     const float* ratios;  // of the whole batch, or null
     int rotations;
     std::uint32_t* maxima;     // one a block from block lo on, or null
+    bool subtract;             // decoding takes the dither off, so that residuals leave it out
     const std::int32_t* grid;  // [g, low of each step, gap of each step], or null
-    bool subtract;  // decoding takes the dither off, so that residuals leave it out
 };
 
 struct DecodeArgs {

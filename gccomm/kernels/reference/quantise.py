@@ -147,7 +147,8 @@ def quantise(
     clamp : int
         Largest fixed-point value, 0 for `limit`.
     ratios : array of float32, shape (blocks,), optional
-        One level of each block as a multiple of its scale; where 0, the block counts as zero.
+        One level of each block as a multiple of its scale, from 2**-40 to 2**40; where 0, the block counts as
+        zero.
     rotation : Rotation, optional
         Rotation of the blocks.
     grid : Grid, optional
@@ -210,8 +211,8 @@ def encode(
     clamp: int = 0,
     ratios: Array | None = None,
     rotation: Rotation | None = None,
-    grid: Grid | None = None,
     subtract: bool = False,
+    grid: Grid | None = None,
 ) -> Encoded:
     """Round and pack blocks.
 
@@ -248,11 +249,13 @@ def encode(
     mantissa, _ = split_scale(xp, scales, is_wide(v))
     level = mantissa * (xp.float32(65536 / limit) if ratios is None else ratios)
     sends = _sends(scales, ratios, is_wide(v))
-    if subtract:
-        dither = ((hashes >> 16) + u32(xp, shift)) & 0xFFFF
-        levels = (q * 32768 - view(dither >> 1, xp.int32) + 16384).astype(xp.float32)
+    if grid is not None:  # with an odd one, the integers stand for numbers half a level above them
+        levels = q.astype(xp.float32) + xp.float32(0.5 * (_steps(grid) % 2))
+    elif subtract:
+        dither = view(((hashes >> 16) + u32(xp, shift)) & 0xFFFF, xp.int32)
+        levels = (q * 32768 - (dither >> 1) + 16384).astype(xp.float32)
         level = level * xp.float32(2.0**-15)
-    else:  # with an odd grid the integers stand for numbers half a level above them
-        levels = q.astype(xp.float32) + xp.float32(0 if grid is None else 0.5 * (_steps(grid) % 2))
+    else:
+        levels = q.astype(xp.float32)
     error = _rounding_error(xp, v, levels * level[:, None], scales, sends, residual, rotation)
     return Encoded(pack(xp, q, width), error, check_words(xp, hashes, q))
