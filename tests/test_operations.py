@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gccomm_local import connect
 
 from gccomm import kernels
+from gccomm.errors import BackendError
 from gccomm.kernels import reference
 from gccomm.lanes import lanes
 from gccomm.noise import fmix
 from gccomm.operations import OPERATIONS, SATURATING_WIDTHS, addition_seed, check_operation, reduce_parts
+from gccomm.testing import _combine
+from gccomm.transfers import Combine, Maximum, Transfer, WordAdd, execute
 from tests.kernel_batches import level
 
 __all__ = ["level"]
@@ -337,3 +341,44 @@ def test_operations_and_seeds_are_checked() -> None:
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match=rf"`seed` must be from 0 to 2\^32 - 1; got {seed}"):
             check_operation("exponent", seed)
+
+
+@pytest.mark.parametrize("operation", ["saturate:3", "exponent"])
+def test_transfers_in_lockstep(operation: str) -> None:
+    parts = words_of(5, 3, 40)
+    transfers: list[Transfer] = [Combine(words, operation, 99) for words in parts.copy()]
+    _combine(transfers)
+    for transfer in transfers:
+        assert isinstance(transfer, Combine)
+        np.testing.assert_array_equal(transfer.words, tree(operation, 99, list(parts)))
+
+
+def test_transfer_over_a_back_end() -> None:
+    words = words_of(6, 9)
+    transfer = Combine(words.copy(), "saturate:8", 0)
+    execute(transfer, connect())
+    np.testing.assert_array_equal(transfer.words, words)  # a world of one
+
+
+def test_a_maximum_and_a_sum_meet_in_lockstep() -> None:
+    parts = words_of(7, 3, 256)
+    a, b, c = parts.copy()
+    _combine([WordAdd(a, ((0, 256, 2),)), Maximum(b), WordAdd(c)])
+    total = parts.sum(axis=0, dtype=np.uint32)
+    for found, expected in ((a, total), (b, parts.max(axis=0)), (c, total)):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_other_transfers_do_not_meet() -> None:
+    words = words_of(8, 2, 4)
+    mixtures: tuple[list[Transfer], ...] = (
+        [Maximum(words[0]), WordAdd(words[1, :3])],
+        [Maximum(words[0]), Combine(words[1], "exponent", 0)],
+        [WordAdd(words[0]), Combine(words[1], "exponent", 0)],
+    )
+    for mixture in mixtures:
+        with pytest.raises(BackendError, match="virtual ranks make different transfers"):
+            _combine(mixture)
+    for other in (Combine(words[1], "exponent", 1), Combine(words[1], "saturate:2", 0)):
+        with pytest.raises(BackendError, match=r"different reductions: .*exponent, seed 0"):
+            _combine([Combine(words[0], "exponent", 0), other])

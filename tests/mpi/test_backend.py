@@ -58,7 +58,7 @@ def test_word_sum_wraps(backend: Any, world: Any, length: int) -> None:
     np.testing.assert_array_equal(words, expected.astype(np.uint32), strict=True)
 
 
-@pytest.mark.parametrize("length", [1, 7, 256, 4096])
+@pytest.mark.parametrize("length", [1, 7, 256, 4096, 100_003])
 @pytest.mark.parametrize("only", ["first", "last"])
 def test_a_maximum_and_a_sum_of_one_size_complete(backend: Any, world: Any, length: int, only: str) -> None:
     """Each rank gets a mixture, and can see in what it gets that the calls differ; then all goes on."""
