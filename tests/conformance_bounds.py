@@ -136,7 +136,12 @@ def tensor_norm(xs: Sequence[Any], norm: str) -> Any:
         return m
     coarse = block_maxima(xs) / 2048  # what a coordinate may be rounded up by
     lengths = np.sqrt((((np.abs(values) + coarse) / m) ** 2).sum(axis=1)) * m
-    return min(lengths.max(), Wide(FORMATS[str(np.asarray(xs[0]).real.dtype)].largest))
+    return min(lengths.max(), largest_scale(xs))
+
+
+def largest_scale(xs: Sequence[Any]) -> Any:
+    """Return the largest scale: scales are float32, of float64 arrays float64."""
+    return Wide(FORMATS["float64" if np.asarray(xs[0]).dtype == np.float64 else "float32"].largest)
 
 
 def level_bound(width: int, norm: str, xs: Sequence[Any], dtype: str) -> Array:
@@ -151,10 +156,12 @@ def fine_bound(width: int, fine: int, levels: int, norm: str, xs: Sequence[Any],
     """n steps of the finest scale M / fine^k, k < levels, that is not below the block's maximum."""
     coarse, m = level_bound(width, norm, xs, dtype), block_maxima(xs).astype(Wide)
     # The L2 norm is known to 2^-11 of maxima only: near the limit the coarser scale may be the one.
-    least = np.max(np.sqrt((wide(xs) ** 2).sum(axis=1))) if norm == "l2" else np.abs(wide(xs)).max(initial=0)
+    least = np.abs(wide(xs)).max(initial=0)
+    if norm == "l2":
+        least = min(largest_scale(xs), 0.95 * np.sqrt((wide(xs) ** 2).sum(axis=1)).max())
     bound = coarse.copy()
     for k in range(1, levels):
-        fits = least * (0.95 if norm == "l2" else 1) * Wide(fine) ** -k >= m * (1 + 2.0**-18)
+        fits = least * Wide(fine) ** -k >= m * (1 + 2.0**-18)
         bound = np.where(fits, coarse * Wide(fine) ** -k, bound)
     return bound + dust(m, "float32")
 
@@ -252,14 +259,27 @@ def clamp_square(t: float) -> float:
     return float(2 * ((z - t) ** 2 * np.exp(-z * z / 2)).sum() * (12 / 20000) / math.sqrt(2 * math.pi))
 
 
-def table_bound(g: int, bits: int, overflow: float, xs: Sequence[Any], dtype: str) -> Array:
-    """A rank's norm times the widest gap (twice the mean one) and what the clamp takes off."""
+def grid(width: int, n: int, saturate: bool) -> int:
+    """Return THC's g: at most 30, as large as the lanes of the sum hold; even where these saturate."""
+    if saturate:
+        return min(30, int(math.sqrt((2**width - 2) ** 2 / n) / 2) * 2)
+    return min(30, (2**width - 1) // n)
+
+
+def table_bound(bits: int, overflow: float, saturate: bool, xs: Sequence[Any], dtype: str) -> Array:
+    """A rank's norm times the widest gap (twice the mean one), and what the clamp takes off.
+
+    Where sums saturate they can lose all of it.
+    """
     n, blocks, t = len(xs), block_numbers(xs[0]), clamp_of(overflow)
     values = np.abs(wide(xs)) + block_maxima(xs) / 2048
-    norm = scale_word(block_norms(values, blocks).max(axis=0), dtype)
+    norms = block_norms(values, blocks)
+    g, norm = grid(8, n, saturate), scale_word(norms.max(axis=0, initial=0), dtype)
     gap = 2 * -(-g // (2**bits - 1)) * 2 * t / g
     outliers = 2 * UNLIKELY**2  # two coordinates, as far out as they get
     lost = np.sqrt(4 * clamp_square(t) + outliers / carried(blocks))
+    if saturate and n * g > 2**8 - 2:
+        lost = lost + 1
     return np.asarray((n * norm * (gap + lost) * (1 + 2.0**-10) + 64 * dust(norm, "float32"))[blocks])
 
 
