@@ -55,6 +55,11 @@ class Geometry:
         last = shape[-1] if shape else 1
         return cls(size, last if last >= MIN_ROW and size else max(size, 1))
 
+    def padded(self, part: int) -> Geometry:
+        """Return the geometry with the last block of each row lengthened to a multiple of ``part``."""
+        row = -(-self.row // part) * part
+        return Geometry(self.size // self.row * row, row)
+
     @property
     def blocks_per_row(self) -> int:
         """Blocks in a row, the last one short."""

@@ -7,6 +7,7 @@ lies and write each result where it belongs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from gccomm import kernels
 from gccomm.kernels.table import DTYPE_CODES, SEGMENT
-from gccomm.layout import BLOCK, Geometry, LeafSpec, Range
+from gccomm.layout import BLOCK, MIN_PART, Geometry, LeafSpec, Range
 from gccomm.noise import private_keys
 from gccomm.steps import Buffer, Context, Words
 
@@ -215,6 +216,34 @@ class Operand:
         """
         end, where = self.blocks if hi is None else hi, _address(energy)
         kernels.maxima(self.address, self.count, lo, end, kernels.address(out), where, rotations)
+
+    def rotate(self, out: Words, energy: Words | None, rotations: int) -> Operand:
+        """Do what :meth:`maxima` does, and return the operand whose :meth:`encode` gives the words of rotated
+        blocks in the least time: with rotations=0 if it is another one, over the rotated blocks.
+        """
+        if self.float64 or self.feedback:
+            self.maxima(out, energy, rotations)
+            return self
+        lengths = self.codec.carried(self.lengths)
+        kept = kernels.pool_empty(4 * int(lengths.sum())).view(np.float32)
+        where = kernels.address(out), _address(energy), rotations, kernels.address(kept)
+        if not kernels.maxima(self.address, self.count, 0, self.blocks, *where):
+            return self
+        return self._over(kept, lengths)
+
+    def _over(self, kept: Buffer, lengths: npt.NDArray[np.int64]) -> Operand:
+        """Return an operand with the same noise over rotated blocks."""
+        made = copy(self)
+        made.table, made.lengths, made.alive = self.table.copy(), lengths, kept
+        made.address = kernels.address(made.table)
+        rotated = [geometry.padded(MIN_PART) for geometry in self.geometries]
+        starts = np.cumsum([0, *np.add.reduceat(lengths, self.bounds[:-1])])[:-1]
+        before = [g.offset(s.start) for g, s in zip(rotated, self.segments, strict=True)]
+        base = kernels.address(kept) + 4 * (starts - np.array(before))
+        made.table["src"], made.table["dtype"] = base.astype(np.uint64), DTYPE_CODES["float32"]
+        made.table["size"], made.table["row"] = [g.size for g in rotated], [g.row for g in rotated]
+        made.table["res_in"] = made.table["res_out"] = 0
+        return made
 
     def scale_values(self, scales: Words) -> npt.NDArray[np.float64]:
         """Return scale words as numbers."""

@@ -306,6 +306,7 @@ class Attempt:
             rank_shift(self.place.rank, self.place.size),
             self.reduction.step,
             stream=plan.result_bytes > STREAM_BYTES,
+            piecewise=self.place.one_host,
             stateful=self.reduction.remember,
         )
         have = [view is not None for view in self._views]

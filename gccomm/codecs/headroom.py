@@ -63,6 +63,34 @@ class Learnt(NamedTuple):
     valid: bool
 
 
+class Rotating:
+    """Rotated blocks between their maxima and their words: kept, where that is allowed, or rotated again."""
+
+    def __init__(self, x: Operand, ctx: Context, rotations: int) -> None:
+        self.x, self.rotations = x, rotations
+        self._keep = ctx.piecewise
+        self._kept: Operand | None = None
+
+    def maxima(self, out: Words, energy: Words | None = None) -> None:
+        """Write the scale words of the rotated blocks."""
+        if self._keep:
+            source = self.x.rotate(out, energy, self.rotations)
+            self._kept = None if source is self.x else source
+        else:
+            self.x.maxima(out, energy, self.rotations)
+
+    def encode(
+        self, lo: int, hi: int, out: Words, scales: Words, width: int, limit: int, ctx: Context, **how: Any
+    ) -> None:
+        """Do what :meth:`Operand.encode` does, once."""
+        if self._kept is not None:
+            self._kept.encode(lo, hi, out, scales, width, limit, ctx, **how)
+            self._kept = None
+        else:
+            how = {**how, "rotations": self.rotations, "subtract": True}
+            self.x.encode(lo, hi, out, scales, width, limit, ctx, **how)
+
+
 def next_ratio(old: float | None, learnt: Sequence[Learnt]) -> float:
     """Return the next c of a key from what its segments say.
 
@@ -101,9 +129,10 @@ def checked_steps(x: Operand, ratios: Sequence[float], ctx: Context, width: int,
         Lane width and rotations of the blocks.
     """
     own = np.empty((2, x.blocks), dtype=np.uint32)  # maxima and energies
+    source = Rotating(x, ctx, rotations)
 
     def measure(out: Words) -> None:
-        x.maxima(own[0], own[1], rotations)
+        source.maxima(own[0], own[1])
         out[:] = own[0]
 
     scales = yield Agree(x.blocks, measure)
@@ -113,7 +142,7 @@ def checked_steps(x: Operand, ratios: Sequence[float], ctx: Context, width: int,
         shared = yield Energies(x.blocks, lambda out: _share(x, own, scales, ctx.size, out))
         assert shared is not None
         energies = shared.copy()
-    run = _Checked(x, scales, _steps(x, scales, energies, ratios, ctx.size, width), ctx, width, rotations)
+    run = _Checked(source, scales, _steps(x, scales, energies, ratios, ctx.size, width), ctx, width)
     yield Sum(x.blocks, run.size, run.encode, run.decode)
     if run.failed:
         run.scales = scales.copy()  # its memory serves the next piece
@@ -160,16 +189,15 @@ class _Checked:
 
     def __init__(
         self,
-        x: Operand,
+        source: Rotating,
         scales: Words,
         ratios: npt.NDArray[np.float32],
         ctx: Context,
         width: int,
-        rotations: int,
     ) -> None:
-        self.x, self.scales, self.ratios = x, scales, ratios
-        self.ctx, self.width, self.rotations = replace(ctx, measure=True), width, rotations
-        self.starts = _span_starts(x)
+        self.source, self.x, self.scales, self.ratios = source, source.x, scales, ratios
+        self.ctx, self.width, self.rotations = replace(ctx, measure=True), width, source.rotations
+        self.starts = _span_starts(self.x)
         self.failed: list[tuple[int, int]] = []
 
     def size(self, lo: int, hi: int) -> int:
@@ -178,12 +206,10 @@ class _Checked:
 
     def encode(self, lo: int, hi: int, out: Words) -> None:
         """Write lanes, then two check words a span."""
-        x, check = self.x, np.empty((hi - lo, 2), dtype=np.uint32)
-        x.encode(
-            lo, hi, out, self.scales, self.width, 1, self.ctx,
-            clamp=CLAMP, ratios=self.ratios, rotations=self.rotations, check=check, subtract=True,
-        )  # fmt: skip
-        out[x.size(lo, hi) :] = self._by_span(check)
+        check = np.empty((hi - lo, 2), dtype=np.uint32)
+        how = {"clamp": CLAMP, "ratios": self.ratios, "check": check}
+        self.source.encode(lo, hi, out, self.scales, self.width, 1, self.ctx, **how)
+        out[self.x.size(lo, hi) :] = self._by_span(check)
 
     def decode(self, lo: int, hi: int, words: Words) -> None:
         """Write the results; remember the spans whose check words are wrong."""

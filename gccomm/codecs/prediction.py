@@ -34,6 +34,7 @@ __all__ = ["Observed", "next_scales", "predicted_steps"]
 # The maximum of a block varies by a tenth from step to step, and among 10^4 blocks by a half: predictions
 # settle at twice the usual maximum, so that clamps are rare in large arrays too.
 EDGES = np.array([0.2, 0.35, 0.46, 0.54, 0.64, 1.0])  # of a maximum over its prediction
+EDGES_32 = EDGES.astype(np.float32)
 FACTORS = np.array([0.5, 0.75, 0.9, 0.98, 1.04, 1.3, 1.0, 1.0])  # of the next prediction, by interval
 FIRST = 2.25  # of the first prediction over the agreed maximum
 CLAMPED, NONFINITE = 6, 7
@@ -109,7 +110,7 @@ class _Predicted:
         self.counter_bits = next(b for b in (4, 8, 16, 32) if self.ctx.size < 1 << b)
         self.counter_words = COUNTERS * self.counter_bits // 32
         self.intervals = np.zeros(self.x.blocks, dtype=np.int64)  # the highest that any rank is in
-        self.clamps = np.zeros(self.x.count, dtype=np.int64)
+        self.worst = 0
 
     def size(self, lo: int, hi: int) -> int:
         """Return the words of all blocks, of their counters, and of one count of clamps a segment."""
@@ -126,21 +127,28 @@ class _Predicted:
             lo, hi, out, self.scales, self.width, self.limit, self.ctx,
             rotations=self.rotations, maxima=own, subtract=self.subtract,
         )  # fmt: skip
-        out[end : end + self.counter_words * x.blocks] = self._count(self._intervals(own)).reshape(-1)
-        over = np.flatnonzero((own > self.scales) & ~x.nonfinite_scales(own))
-        clamped = count_clamped(x, over, self.scales, self.rotations)
-        out[end + self.counter_words * x.blocks :] = np.minimum(clamped, 0xFFFFFFFF // self.ctx.size)
+        over = own > self.scales
+        intervals = self._intervals(own, over)
+        tail = out[end:]
+        if self.counter_bits == 4:
+            np.left_shift(np.uint32(1), (intervals << 2).astype(np.uint32), out=tail[: x.blocks])
+        else:
+            tail[: -x.count] = self._count(intervals).reshape(-1)
+        tail[-x.count :] = 0
+        if over.any():
+            blocks = np.flatnonzero(over & ~x.nonfinite_scales(own))
+            clamped = count_clamped(x, blocks, self.scales, self.rotations)
+            tail[-x.count :] = np.minimum(clamped, 0xFFFFFFFF // self.ctx.size)
 
-    def _intervals(self, own: Words) -> npt.NDArray[np.int64]:
-        """Return the interval of each block's own maximum over its prediction."""
-        x = self.x
-        mine, shared = x.scale_values(own), x.scale_values(np.maximum(self.scales, 1))
-        with np.errstate(over="ignore", invalid="ignore"):
-            found = np.searchsorted(EDGES, mine / shared)
-        if (found >= CLAMPED).any():  # so are quotients that are NaN
-            found = np.where(x.nonfinite_scales(own), NONFINITE, np.minimum(found, CLAMPED))
-        # What is above only by the rounding of the quotient, or not at all, is decided by the words.
-        found = np.where(own > self.scales, np.maximum(found, CLAMPED), np.minimum(found, CLAMPED - 1))
+    def _intervals(self, own: Words, over: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Return the interval of each block's own maximum over its prediction; ``over``: it is beyond it."""
+        x, shared = self.x, np.maximum(self.scales, 1)
+        mine, edges = (x.scale_values(own), EDGES) if x.float64 else (own.view(np.float32), EDGES_32)
+        shared = x.scale_values(shared) if x.float64 else shared.view(np.float32)
+        with np.errstate(all="ignore"):
+            found = np.minimum(np.searchsorted(edges, mine / shared), CLAMPED - 1)
+        if over.any():
+            found[over] = np.where(x.nonfinite_scales(own[over]), NONFINITE, CLAMPED)
         intervals: npt.NDArray[np.int64] = found
         return intervals
 
@@ -155,16 +163,17 @@ class _Predicted:
     def decode(self, lo: int, hi: int, words: Words) -> None:
         """Read the counters, then write the results: NaN where a rank's block was not finite."""
         x, end = self.x, self.x.size(lo, hi)
-        counters = words[end : end + self.counter_words * x.blocks].reshape(x.blocks, -1)
-        self.intervals = self._highest(counters)
-        self.clamps = words[end + self.counter_words * x.blocks :].astype(np.int64)
-        x.report(clamps=int(self.clamps.sum()))
-        scales = np.where(self.intervals == NONFINITE, np.uint32(0x7FF80000), self.scales)
+        self.intervals = self._highest(words[end : -x.count].reshape(x.blocks, -1))
+        self.worst = int(self.intervals.max(initial=0))
+        scales = self.scales
+        if self.worst >= CLAMPED:
+            x.report(clamps=int(words[-x.count :].sum(dtype=np.int64)))
+            scales = np.where(self.intervals == NONFINITE, np.uint32(0x7FF80000), scales)
         x.decode(
             lo, hi, words, scales, self.width, self.limit, self.ctx,
             subtract=self.subtract, rotations=self.rotations,
         )  # fmt: skip
-        if x.feedback and (self.intervals == NONFINITE).any():
+        if x.feedback and self.worst == NONFINITE:
             self._restore(scales)
 
     def _highest(self, counters: Words) -> npt.NDArray[np.int64]:
@@ -199,20 +208,28 @@ class _Predicted:
     def observed(self) -> list[Observed]:
         """Return what each segment's sum says."""
         x = self.x
-        bad = x.nonfinite_scales(self.scales)
-        values = x.scale_values(np.where(bad, np.uint32(0), self.scales))
+        factors: Any = np.take(FACTORS, self.intervals)
+        for i in self.agreed:
+            factors[_blocks(x, i)] = FIRST
+        following = self._words(factors)
+        worst = np.maximum.reduceat(self.intervals, x.bounds[:-1]) if self.worst >= CLAMPED else None
         found = []
         for i in range(x.count):
             at = _blocks(x, i)
             if i in self.agreed:
-                following, again = FIRST * values[at], bool(bad[at].any())
+                again = bool(x.nonfinite_scales(self.scales[at]).any())
             else:
-                following = FACTORS[self.intervals[at]] * values[at]
-                again = bool((self.intervals[at] >= CLAMPED).any())
-            found.append(Observed(self._words(following), again))
+                again = worst is not None and bool(worst[i] >= CLAMPED)
+            found.append(Observed(following[at], again))
         return found
 
-    def _words(self, values: Any) -> Words:
-        """Return scale words of predictions, none of them infinite."""
-        largest = np.finfo(np.float64).max if self.x.float64 else np.finfo(np.float32).max
-        return self.x.scale_words(np.minimum(values, float(largest)))
+    def _words(self, factors: Any) -> Words:
+        """Return scales times factors, as words of finite numbers; the same on all machines."""
+        x = self.x
+        with np.errstate(all="ignore"):
+            if not x.float64:
+                values = self.scales.view(np.float32) * factors.astype(np.float32)
+                top = np.finfo(np.float32).max
+                return np.fmin(values, top).view(np.uint32)  # fmin: of NaN and the top it is the top
+            values = np.fmin(x.scale_values(self.scales) * factors, np.finfo(np.float64).max)
+            return x.scale_words(values)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gccomm.checks import integer, one_of
 from gccomm.codecs.base import Codec, State, lane_width
-from gccomm.codecs.headroom import checked_steps, next_ratio
+from gccomm.codecs.headroom import Rotating, checked_steps, next_ratio
 from gccomm.codecs.prediction import next_scales, predicted_steps
 from gccomm.codecs.uniform import require_lanes, require_levels
 from gccomm.lanes import lanes, safe_limit
@@ -109,14 +109,13 @@ class Rotated(Codec):
 
     def _safe(self, x: Operand, ctx: Context) -> Steps:
         width, limit, rotations = self.wire_bits, safe_limit(self.wire_bits, ctx.size), self.rotations
-        scales = yield Agree(x.blocks, lambda out: x.maxima(out, None, rotations))
+        source = Rotating(x, ctx, rotations)
+        scales = yield Agree(x.blocks, source.maxima)
         assert scales is not None
         yield Sum(
             x.blocks,
             x.size,
-            lambda lo, hi, out: x.encode(
-                lo, hi, out, scales, width, limit, ctx, rotations=rotations, subtract=True
-            ),
+            lambda lo, hi, out: source.encode(lo, hi, out, scales, width, limit, ctx),
             lambda lo, hi, words: x.decode(
                 lo, hi, words, scales, width, limit, ctx, subtract=True, rotations=rotations
             ),

@@ -11,11 +11,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-def maxima(table: int, nseg: int, lo: int, hi: int, out: int, energy: int = 0, rotations: int = 0) -> None:
+def maxima(
+    table: int,
+    nseg: int,
+    lo: int,
+    hi: int,
+    out: int,
+    energy: int = 0,
+    rotations: int = 0,
+    kept: int = 0,
+) -> bool:
     """Write the scale word of each block, that of x + residual where there is one, to ``out[block - lo]``.
 
     With `rotations`, 1 or 2, that of the rotated block; `energy` is the address of uint32[hi - lo] for the
     energies: sums of ``rint(|y| * 1024 / M)**2`` over the coordinates y of a block, M the largest.
+
+    `kept` is the address of float32 for the rotated blocks, each of a length rounded up to a multiple of 64;
+    not for float64 tensors. Encoding those without a rotation gives the words of the blocks themselves if
+    the function returns True: then no number on the way was subnormal.
 
     Raises
     ------

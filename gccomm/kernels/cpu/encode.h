@@ -32,11 +32,10 @@ class Encoder {
     // `ratio`: the step as a multiple of the scale, or null.
     void encode(const Block& b, u32 s, const float* ratio, const Outputs& out) {
         const bool wide = is_wide(b.segment->dtype);
-        if (out.own != nullptr && args_.rotations == 0) *out.own = block_maximum(b);
         if (nonfinite_scale(s, wide) || s == 0 || (ratio != nullptr && *ratio == 0)) {
             __builtin_memset(out.words, 0, sizeof(u32) * static_cast<u32>(out.count));
             if (out.check != nullptr) out.check[0] = out.check[1] = 0;
-            if (out.own != nullptr && args_.rotations != 0) *out.own = measure_.scale(b, nullptr);
+            if (out.own != nullptr) *out.own = measure_.scale(b, nullptr);
             return skip(b, nonfinite_scale(s, wide));
         }
         const Scale scale = split_scale(s, wide);
@@ -47,9 +46,9 @@ class Encoder {
         if (args_.rotations != 0)
             encode_rotated(b, scale, r, out);
         else if (wide)
-            encode_wide(b, scale, r, out.check);
+            encode_wide(b, scale, r, out);
         else
-            encode_floats(b, scale, r, out.check);
+            encode_floats(b, scale, r, out);
         if (packed_) return;
         const int n = args_.rotations == 0 ? b.length : padded(b.length);
         if (n < kBlock) zero_after(q_, n);
@@ -62,11 +61,26 @@ class Encoder {
     template <bool ordered, class Function>
     void with_rounding(const Rounding& r, u32* check, Function f) {
         if (check == nullptr) {
+            if (ordered && watch_ != nullptr) return watch(r, f);
             if (even_) return with_sink(RoundingSink<false, true, ordered>(r, q_.at), nullptr, f);
             return with_sink(RoundingSink<false, false, ordered>(r, q_.at), nullptr, f);
         }
         if (even_) return with_sink(RoundingSink<true, true, ordered>(r, q_.at), check, f);
         with_sink(RoundingSink<true, false, ordered>(r, q_.at), check, f);
+    }
+
+    // The largest pattern of the values is found on the way.
+    template <class Function>
+    void watch(const Rounding& r, Function f) {
+        if (even_) {
+            WatchingSink<RoundingSink<false, true, true>> sink(r, q_.at);
+            f(sink);
+            *watch_ = sink.largest();
+        } else {
+            WatchingSink<RoundingSink<false, false, true>> sink(r, q_.at);
+            f(sink);
+            *watch_ = sink.largest();
+        }
     }
 
     template <class Sink, class Function>
@@ -108,14 +122,23 @@ class Encoder {
     static bool direct(const Segment& s) { return s.src != 0 && s.res_in == 0 && s.res_out == 0; }
 
     // 2^-e goes into the factor where that is exact.
-    void encode_floats(const Block& b, Scale scale, Rounding& r, u32* check) {
+    void encode_floats(const Block& b, Scale scale, Rounding& r, const Outputs& out) {
         const Segment& s = *b.segment;
         const int before = static_cast<int>(bits_of(r.factor) >> 23), after = before - scale.e;
         const bool folds = before >= 1 && before <= 254 && after >= 1 && after <= 254;
         if (folds) r.factor = float_of(bits_of(r.factor) - (static_cast<u32>(scale.e) << 23));
-        if (folds && direct(s))
-            return with_source(s.dtype, block_address(s.src, b),
-                               [&](auto source) { quantise(source, b.length, r, check); });
+        u32* check = out.check;
+        if (folds && direct(s)) {
+            u32 largest = 0;
+            watch_ = out.own == nullptr || check != nullptr || args_.grid != nullptr ? nullptr : &largest;
+            with_source(s.dtype, block_address(s.src, b),
+                        [&](auto source) { quantise(source, b.length, r, check); });
+            if (out.own != nullptr)
+                *out.own = watch_ != nullptr && largest < kInfinity ? largest : block_maximum(b);
+            watch_ = nullptr;
+            return;
+        }
+        if (out.own != nullptr) *out.own = block_maximum(b);
         block_values(b, x_.at);
         if (folds) return quantise(NearFloats{x_.at}, b.length, r, check);
         for (int i = 0; i < b.length; i++) scaled_.at[i] = x_.at[i];
@@ -123,14 +146,15 @@ class Encoder {
         quantise(NearFloats{scaled_.at}, b.length, r, check);
     }
 
-    void encode_wide(const Block& b, Scale scale, const Rounding& r, u32* check) {
+    void encode_wide(const Block& b, Scale scale, const Rounding& r, const Outputs& out) {
+        if (out.own != nullptr) *out.own = block_maximum(b);
         const Power power(-scale.e);
         const double* x = element<const double>(b.segment->src, b.offset);
         if (!direct(*b.segment)) {
             wide_values(b, wide_.at);
             x = wide_.at;
         }
-        quantise(ScaledDoubles{x, power.first, power.second}, b.length, r, check);
+        quantise(ScaledDoubles{x, power.first, power.second}, b.length, r, out.check);
     }
 
     void encode_rotated(const Block& b, Scale scale, const Rounding& r, const Outputs& out) {
@@ -253,6 +277,7 @@ class Encoder {
     const bool even_;           // whether the clamp is a float32
     const float limit_, unit_;  // limit_: the largest float32 that is not above the limit
     bool packed_ = false;       // whether the words of the block are written
+    u32* watch_ = nullptr;      // where to leave the largest pattern, if anywhere
     float level_ = 0;           // of the block, without the scale's exponent
     Grid grid_;
     Integers q_;

@@ -20,6 +20,17 @@ struct LargestSink {
     GCCOMM_FN u32 largest() const { return static_cast<u32>(largest_lane(high)); }
 };
 
+// One that stores what it sees, too.
+struct KeepingSink : LargestSink {
+    float* out;
+    GCCOMM_FN explicit KeepingSink(float* address) : out(address) {}
+    GCCOMM_FN void put(int i, Pair v) {
+        LargestSink::put(i, v);
+        store(out + i, v.low);
+        store(out + i + kLanes, v.high);
+    }
+};
+
 // Sum of rint(|x| * 1024 / M)^2, `largest` the pattern of M; 0 where that is zero or not finite.
 template <class Source>
 inline u32 energy_of(const Source& source, int n, u32 largest) {
@@ -48,6 +59,12 @@ inline u32 energy_of(const Source& source, int n, u32 largest) {
 class Measure {
  public:
     explicit Measure(int rotations) : rotations_(rotations), rotator_(rotations) {}
+
+    // Leaves the rotated block at `kept`, if that is not null (float64: never).
+    u32 scale(const Block& b, u32* energy, float* kept) {
+        kept_ = kept;
+        return scale(b, energy);
+    }
 
     u32 scale(const Block& b, u32* energy) {
         if (rotations_ == 0) return energy == nullptr ? block_maximum(b) : plain(b, *energy);
@@ -85,15 +102,22 @@ class Measure {
     u32 largest(Source source, int length, u32* energy) {
         const auto factor = [](int part) { return 1.0f / static_cast<float>(part); };
         if (length == kBlock && energy == nullptr) {
-            LargestSink sink;
             rotator_.start_whole(source, factor(kBlock));
-            rotator_.finish_whole(sink);
-            return sink.largest();
+            if (kept_ != nullptr) return finish(KeepingSink(kept_));
+            return finish(LargestSink{});
         }
         rotator_.rotate(source, length, factor);
+        if (kept_ != nullptr)
+            __builtin_memcpy(kept_, rotator_.values(), sizeof(float) * static_cast<u32>(padded(length)));
         const u32 found = largest_float(rotator_.values(), padded(length));
         if (energy != nullptr) *energy = energy_of(NearFloats{rotator_.values()}, padded(length), found);
         return found;
+    }
+
+    template <class Sink>
+    u32 finish(Sink sink) {
+        rotator_.finish_whole(sink);
+        return sink.largest();
     }
 
     u32 rotated(const Block& b, u32* energy) {
@@ -111,6 +135,7 @@ class Measure {
     }
 
     u32 small(const Block& b, u32* energy) {
+        kept_ = nullptr;  // subnormal numbers were seen
         padded_values(b, x_.at);
         raise(b.length);
         const u32 word = pattern_times_power(largest(NearFloats{x_.at}, b.length, energy), -64);
@@ -140,18 +165,23 @@ class Measure {
 
  private:
     int rotations_;
+    float* kept_ = nullptr;
     Rotator rotator_;
     Floats x_;
     Doubles wide_;
 };
 
-inline void maxima(const Batch& batch, const MaximaArgs& args) {
+inline bool maxima(const Batch& batch, const MaximaArgs& args) {
     const FloatEnvironment environment;
     Measure measure(args.rotations);
+    float* kept = args.kept;
     for (Cursor<NoWords> c(batch, {}); c.next();) {
         const i64 place = c.index - batch.lo;
-        args.out[place] = measure.scale(c.block, args.energy == nullptr ? nullptr : args.energy + place);
+        u32* energy = args.energy == nullptr ? nullptr : args.energy + place;
+        args.out[place] = measure.scale(c.block, energy, kept);
+        if (kept != nullptr) kept += padded(c.block.length);
     }
+    return environment.normal();
 }
 
 }  // namespace gccomm::GCCOMM_LEVEL

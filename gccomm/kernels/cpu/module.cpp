@@ -46,10 +46,13 @@ void check_rotations(int rotations) {
     require(rotations >= 0 && rotations <= 2, "rotations must be 0, 1 or 2");
 }
 
-void maxima(Address table, Index segments, Index lo, Index hi, Address out, Address energy, int rotations) {
+bool maxima(Address table, Index segments, Index lo, Index hi, Address out, Address energy, int rotations,
+            Address kept) {
     check_rotations(rotations);
-    kernels().maxima(batch(table, segments, lo, hi),
-                     {pointer<std::uint32_t>(out), pointer<std::uint32_t>(energy), rotations});
+    require(kept == 0 || rotations != 0, "only rotated blocks are kept");
+    return kernels().maxima(
+        batch(table, segments, lo, hi),
+        {pointer<std::uint32_t>(out), pointer<std::uint32_t>(energy), rotations, pointer<float>(kept)});
 }
 
 void encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
@@ -250,7 +253,7 @@ NB_MODULE(_native, m) {
     namespace g = gccomm;
     m.doc() = "Kernels on blocks of tensors; see gccomm.kernels.";
     m.def("maxima", &g::maxima, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "out"_a, "energy"_a = 0,
-          "rotations"_a = 0, Released());
+          "rotations"_a = 0, "kept"_a = 0, Released());
     m.def("encode", &g::encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "shift"_a, "check"_a = 0, "clamp"_a = 0, "ratios"_a = 0, "rotations"_a = 0,
           "maxima"_a = 0, "subtract"_a = false, "grid"_a = 0, Released());

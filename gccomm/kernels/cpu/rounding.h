@@ -73,6 +73,23 @@ class RoundingSink : public Rounder<checked, even> {
     U next_;
 };
 
+// A sink that keeps the largest pattern of what it sees.
+template <class Sink>
+class WatchingSink : public Sink {
+ public:
+    using Sink::Sink;
+    GCCOMM_FN void put(int i, Pair v) {
+        const I low = (I)v.low & 0x7FFFFFFF, up = (I)v.high & 0x7FFFFFFF;
+        high_ = larger(high_, larger(low, up));
+        Sink::put(i, v);
+    }
+    GCCOMM_FN void put_part(int i, Pair v, int) { put(i, v); }
+    GCCOMM_FN u32 largest() const { return static_cast<u32>(largest_lane(high_)); }
+
+ private:
+    I high_{};
+};
+
 // Packs as it rounds: for blocks of 1024 in 4, 8 or 16 bits, where coordinates 256 apart share words.
 template <bool checked, int width>
 class PackingSink : public Rounder<checked, true> {

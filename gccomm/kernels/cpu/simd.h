@@ -293,6 +293,9 @@ class FloatEnvironment {
     FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
     ~FloatEnvironment() { _mm_setcsr(saved_); }
 
+    // Whether since the construction no number was subnormal, as operand or inexact result.
+    bool normal() const { return (_mm_getcsr() & 0x12u) == 0; }
+
  private:
     unsigned saved_;
 #elif defined(__aarch64__)
@@ -301,12 +304,14 @@ class FloatEnvironment {
         __asm__ volatile("msr fpcr, %0" : : "r"(u64{0}));
     }
     ~FloatEnvironment() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
+    bool normal() const { return false; }  // not known
 
  private:
     u64 saved_ = 0;
 #else
     FloatEnvironment() {}
     ~FloatEnvironment() {}
+    bool normal() const { return false; }  // not known
 #endif
     FloatEnvironment(const FloatEnvironment&) = delete;
     FloatEnvironment& operator=(const FloatEnvironment&) = delete;

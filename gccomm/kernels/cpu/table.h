@@ -51,6 +51,7 @@ struct Words {
 struct MaximaArgs {
     std::uint32_t *out, *energy;  // one a block from block lo on; energy may be null
     int rotations;
+    float* kept;  // where to leave rotated blocks, one after the other, or null
 };
 
 struct EncodeArgs {
@@ -107,7 +108,7 @@ using ReduceFunction = void (*)(void* in, void* inout, int* length, void* dataty
 
 // One per instruction-set level.
 struct Kernels {
-    void (*maxima)(const Batch&, const MaximaArgs&);
+    bool (*maxima)(const Batch&, const MaximaArgs&);  // whether no number was subnormal
     void (*encode)(const Batch&, const EncodeArgs&);
     void (*decode)(const Batch&, const DecodeArgs&);
     void (*exact_encode)(const Batch&, const ExactArgs&);
