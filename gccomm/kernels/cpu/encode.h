@@ -107,6 +107,12 @@ class Encoder {
         const auto finish = [&](auto& sink) GCCOMM_INLINE { rotator_.finish_whole(sink); };
         const auto packing = [&]<int width>() {
             packed_ = true;
+            if (out.own != nullptr) {
+                WatchingSink<PackingSink<false, width>> sink(r, out.words);
+                finish(sink);
+                largest_ = sink.largest();
+                return;
+            }
             if (out.check == nullptr)
                 return with_sink(PackingSink<false, width>(r, out.words), nullptr, finish);
             with_sink(PackingSink<true, width>(r, out.words), out.check, finish);
@@ -198,7 +204,9 @@ class Encoder {
 
     template <class Source, class Factor>
     void round_rotated(Source source, const Block& b, const Rounding& r, const Outputs& out, Factor factor) {
-        if (b.length == kBlock && out.own == nullptr && args_.grid == nullptr) {
+        const bool watched = even_ && b.segment->res_out == 0 && out.check == nullptr &&
+                             (args_.width == 4 || args_.width == 8 || args_.width == 16);
+        if (b.length == kBlock && args_.grid == nullptr && (out.own == nullptr || watched)) {
             rotator_.start_whole(source, factor(kBlock));
             return round_whole(b, r, out);
         }
@@ -208,7 +216,7 @@ class Encoder {
 
     // The scale word of the rotated values, which are normalised by 2^e.
     void own_maximum(const Block& b, int e, u32* own) {
-        const u32 largest = largest_float(rotator_.values(), padded(b.length));
+        const u32 largest = packed_ ? largest_ : largest_float(rotator_.values(), padded(b.length));
         if (largest >= kInfinity)
             *own = measure_.scale(b, nullptr);
         else if (is_wide(b.segment->dtype))
@@ -277,6 +285,7 @@ class Encoder {
     const bool even_;           // whether the clamp is a float32
     const float limit_, unit_;  // limit_: the largest float32 that is not above the limit
     bool packed_ = false;       // whether the words of the block are written
+    u32 largest_ = 0;           // of the values of a block that was packed as it was rounded
     u32* watch_ = nullptr;      // where to leave the largest pattern, if anywhere
     float level_ = 0;           // of the block, without the scale's exponent
     Grid grid_;

@@ -84,6 +84,13 @@ class WatchingSink : public Sink {
         Sink::put(i, v);
     }
     GCCOMM_FN void put_part(int i, Pair v, int) { put(i, v); }
+    GCCOMM_FN void put_column(int j, const F (&low)[4], const F (&high)[4]) {
+        unrolled<4>([&](auto k) GCCOMM_INLINE {
+            const I a = (I)low[k.at] & 0x7FFFFFFF, b = (I)high[k.at] & 0x7FFFFFFF;
+            high_ = larger(high_, larger(a, b));
+        });
+        Sink::put_column(j, low, high);
+    }
     GCCOMM_FN u32 largest() const { return static_cast<u32>(largest_lane(high_)); }
 
  private:
