@@ -2,7 +2,7 @@
 
     gccomm run -n 2 benchmarks/end_to_end.py --json FILE
 
-(a) An all-reduce of 64 MiB of float32: MPI's ways, raw and bf16, uniform with 8 and 4 bits: `gccomm bench`.
+(a) An all-reduce of 64 MiB of float32: MPI's ways, raw and bf16, rotated and uniform: `gccomm bench`.
 (b) The 161 tensors of ResNet-50 through a Reducer with 8 bits, against one tensor of their total size.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gccomm_launch.bench import DEFAULT_CODECS, byte_count, measure_size, parse, write_json
+from gccomm_launch.bench import byte_count, measure_size, parse, write_json
 from gccomm_launch.bench_report import HEADER, compare, machine
 from gccomm_launch.bench_timing import StoppedError, Stopper, interleaved
 from mpi4py import MPI
@@ -25,7 +25,7 @@ from mpi4py import MPI
 import gccomm
 
 RESNET50_TENSORS, RESNET50_PARAMETERS = 161, 25_557_032
-CODEC = DEFAULT_CODECS[0]
+CODEC = "uniform:wire_bits=8"
 Gradients = dict[str, npt.NDArray[np.float32]]
 
 

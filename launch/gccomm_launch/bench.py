@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_CODECS", "bench", "byte_count", "measure_size", "parse", "sizes", "write_json"]
 
-DEFAULT_CODECS = ("uniform:wire_bits=8", "uniform:wire_bits=4")
+DEFAULT_CODECS = (
+    "rotated:wire_bits=8",
+    "uniform:wire_bits=8",
+    "uniform:wire_bits=4",
+    "uniform:wire_bits=4,scales=predicted",
+)
 
 
 def bench(argv: Sequence[str]) -> int:
