@@ -295,6 +295,7 @@ class Operand:
         check: Words | None = None,
         maxima: Words | None = None,
         grid: npt.NDArray[np.int32] | None = None,
+        gains: npt.NDArray[np.float32] | None = None,
         subtract: bool = False,
         base: int | None = None,
     ) -> None:
@@ -302,7 +303,8 @@ class Operand:
 
         ``limit`` is the fixed-point value, in 2^-16 levels, that the scale becomes; or ``ratios`` gives each
         block's step over its scale, and ``clamp`` the largest fixed-point value. ``check`` receives two words
-        a block, ``maxima`` each block's own scale word (shape (hi - lo,)); ``grid`` is a table to round to;
+        a block, ``maxima`` each block's own scale word (shape (hi - lo,)); ``grid`` is a table to round to,
+        ``gains`` are what blocks are multiplied by before they are clamped;
         with ``subtract`` residuals leave out the rank's share of the dither, as :meth:`decode` does; ``base``
         is :meth:`base` of another lane width.
         """
@@ -323,7 +325,8 @@ class Operand:
             rotations,
             _address(maxima),
             subtract=subtract,
-            **({} if grid is None else {"grid": kernels.address(grid)}),
+            grid=_address(grid),
+            gains=_address(gains),
         )
         if self.sketch is not None and base is None and hi == self.blocks:
             self.sketch.project(scales, 65536 / limit if ratios is None else ratios)

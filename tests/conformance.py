@@ -65,6 +65,8 @@ class Row:
         Over several ranks too, what is sent and what is left add up to what was given.
     most : int or None
         Most ranks.
+    cost : float
+        Bits of a coordinate on the wire, scales and check words not counted (of a matrix of 256 by 1024).
     shape : tuple of int
         Of an array that the codec compresses, with 5000 coordinates.
     exact_below : int
@@ -85,6 +87,7 @@ class Row:
     feedback: bool = True
     conserves: bool = True
     most: int | None = None
+    cost: float = 8.0
     shape: tuple[int, ...] = (2, 2500)
     exact_below: int = 0
 
@@ -133,9 +136,9 @@ _fine = partial(bounds.fine_bound, 8, 32, 2, "l2")
 _uniform = partial(bounds.uniform_bound, 8)
 
 ROWS = [
-    Row(codec="raw", bound=partial(bounds.float_bound, None), **FLOATS),
-    Row(codec="bf16", bound=partial(bounds.float_bound, "bfloat16"), **FLOATS),
-    Row(codec="fp16", bound=partial(bounds.float_bound, "float16"), **FLOATS),
+    Row(codec="raw", bound=partial(bounds.float_bound, None), cost=32, **FLOATS),
+    Row(codec="bf16", bound=partial(bounds.float_bound, "bfloat16"), cost=16, **FLOATS),
+    Row(codec="fp16", bound=partial(bounds.float_bound, "float16"), cost=16, **FLOATS),
     *(
         Row(
             codec=f"uniform:wire_bits={w}",
@@ -143,6 +146,7 @@ ROWS = [
             square=partial(bounds.uniform_square, w),
             feedback=w > 2,
             most=((1 << (w - 1)) - 1) << 16,
+            cost=32 / (32 // w),
         )
         for w in (2, 5, 8, 16)
     ),
@@ -154,15 +158,22 @@ ROWS = [
         unbiased=False,
         noisy=False,
         feedback=False,
+        cost=64,
         exact_below=1 << 40,
     ),
     Row(codec="rotated:headroom=safe", bound=partial(bounds.rotated_bound, 8), **ROTATED),
     Row(codec="rotated:headroom=checked", bound=partial(bounds.rotated_bound, 8), **ROTATED),
     Row(
-        codec="rotated:wire_bits=4,rotations=2",
+        codec="rotated:wire_bits=4,rotations=2,headroom=safe",
         bound=partial(bounds.rotated_bound, 4),
-        **ROTATED | {"most": 7 << 16},
+        **ROTATED | {"most": 7 << 16, "cost": 4},
     ),
+    Row(
+        codec="rotated:wire_bits=4,headroom=clipped",
+        bound=partial(bounds.clipped_bound, 4),
+        **ROTATED | {"most": 7 << 16, "cost": 4, "unbiased": False, "noisy": True},
+    ),
+    Row(codec="rotated", bound=partial(bounds.rotated_bound, 8), **ROTATED),
     Row(codec="rotated:scales=predicted", bound=partial(bounds.rotated_bound, 8), **ROTATED),
     Row(
         codec="qsgd-mn",
@@ -181,6 +192,7 @@ ROWS = [
     Row(
         codec="grandk-mn",
         bound=partial(bounds.drawn_bound, 10, False, _max),
+        cost=0.8,
         unbiased=False,
         **LEVELS,
     ),
@@ -189,11 +201,12 @@ ROWS = [
         bound=partial(bounds.drawn_bound, 4, True, partial(bounds.level_bound, 16, "max")),
         square=partial(bounds.drawn_square, 4),
         feedback=False,
-        **LEVELS | {"most": 32767},
+        **LEVELS | {"most": 32767, "cost": 4},
     ),
     Row(
         codec="grandk-mn-ts",
         bound=partial(bounds.drawn_bound, 10, False, _max),
+        cost=0.8,
         unbiased=False,
         **LEVELS,
     ),
@@ -216,6 +229,7 @@ ROWS = [
     Row(
         codec="topkc",
         bound=partial(bounds.chunk_bound, 0.1, 64, partial(bounds.float_bound, "bfloat16")),
+        cost=2.1,
         noisy=False,
         unbiased=False,
         bits=False,
@@ -225,6 +239,7 @@ ROWS = [
     Row(
         codec="topkc:fraction=0.3,chunk=100,values=lanes",
         bound=partial(bounds.chunk_bound, 0.3, 100, partial(bounds.level_bound, 8, "max")),
+        cost=2.72,
         unbiased=False,
         **LEVELS | {"most": 127 << 16},
     ),
@@ -236,6 +251,7 @@ ROWS = [
             bits=False,
             zeros=False,
             shape=(50, 100),
+            cost=32 * 4 * (1 / 256 + 1 / 1024),
             **LEVELS | {"most": None},
         )
         for codec in ("powersgd", "powersgd:warm_start=false")

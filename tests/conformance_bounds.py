@@ -1,7 +1,7 @@
 """Errors that the definitions of the codecs allow: largest ones, and expected squares.
 
-Nothing here uses the package's own arithmetic. Rotations are random: the largest rotated coordinate is bounded
-as Hoeffding's inequality bounds it, with a probability of 1e-9 of being wrong.
+Nothing here uses the package's own arithmetic. Rotations are random: the largest rotated coordinate is
+bounded as Hoeffding's inequality bounds it, with a probability of 1e-9 of being wrong.
 """
 
 from __future__ import annotations
@@ -163,14 +163,14 @@ def fine_bound(width: int, fine: int, levels: int, norm: str, xs: Sequence[Any],
     for k in range(1, levels):
         fits = least * Wide(fine) ** -k >= m * (1 + 2.0**-18)
         bound = np.where(fits, coarse * Wide(fine) ** -k, bound)
-    return bound + dust(m, "float32")
+    return np.asarray(bound + dust(m, "float32"))
 
 
 def drawn_bound(keep: int, scaled: bool, inner: Bound, xs: Sequence[Any], dtype: str) -> Array:
     """Nothing of a coordinate, or what was sent of it, once or ``keep`` times."""
     exact, times = np.abs(wide(xs).sum(axis=0)), keep if scaled else 1
     sent = times * inner(xs, dtype) * (1 + 2.0**-20) + (times - 1) * exact
-    return np.maximum(exact, sent + exact * 2.0**-22)
+    return np.asarray(np.maximum(exact, sent + exact * 2.0**-22))
 
 
 def exponent_bound(xs: Sequence[Any], dtype: str) -> Array:
@@ -185,7 +185,7 @@ def chunk_bound(fraction: float, chunk: int, inner: Bound, xs: Sequence[Any], dt
     exact, values = wide(xs).sum(axis=0), wide(xs)
     count = -(-values.shape[1] // chunk)
     if not count or not values.any():
-        return np.abs(exact)
+        return np.asarray(np.abs(exact))
     places = np.arange(values.shape[1]) // chunk
     energies = by_block(((values / np.abs(values).max()) ** 2).sum(axis=0), places)
     chosen = np.sort(energies)[::-1][max(1, math.ceil(fraction * count - 1e-9)) - 1]
@@ -248,6 +248,13 @@ def rotated_bound(width: int, xs: Sequence[Any], dtype: str) -> Array:
     return np.asarray((steps + norms * 2.0**-19 + 64 * dust(m, "float32"))[blocks])
 
 
+def clipped_bound(width: int, xs: Sequence[Any], dtype: str) -> Array:
+    """Half a step a rank, and at most twice what a rank has: what clamps take off, and what gains add."""
+    blocks = block_numbers(xs[0])
+    norms = block_norms(wide(xs), blocks).sum(axis=0)
+    return np.asarray(rotated_bound(width, xs, dtype) + (2 * norms)[blocks])
+
+
 def clamp_of(overflow: float) -> float:
     """Return t such that a standard normal number exceeds it in magnitude with this probability."""
     return -NormalDist().inv_cdf(overflow / 2)
@@ -262,8 +269,8 @@ def clamp_square(t: float) -> float:
 def grid(width: int, n: int, saturate: bool) -> int:
     """Return THC's g: at most 30, as large as the lanes of the sum hold; even where these saturate."""
     if saturate:
-        return min(30, int(math.sqrt((2**width - 2) ** 2 / n) / 2) * 2)
-    return min(30, (2**width - 1) // n)
+        return min(30, math.floor(((1 << width) - 2) / math.sqrt(n) / 2) * 2)
+    return min(30, ((1 << width) - 1) // n)
 
 
 def table_bound(bits: int, overflow: float, saturate: bool, xs: Sequence[Any], dtype: str) -> Array:
@@ -287,10 +294,20 @@ def table_bound(bits: int, overflow: float, saturate: bool, xs: Sequence[Any], d
 
 
 def uniform_square(width: int, xs: Sequence[Any]) -> float:
-    """(n + 1) / 12 steps^2: ranks that differ share the shifts of one dither."""
+    """The mean over h of (sum_r floor(y_r + (h + p_r / n) mod 1) - y_r)^2, p_r rank r's place in bit-reversed
+    order; (n + 1) / 12 where ranks differ by many levels.
+    """
     n = len(xs)
+    bits = (n - 1).bit_length()
+    order = sorted(range(n), key=lambda r: int(f"{r:0{bits}b}"[::-1], 2) if bits else 0)
+    places = np.argsort(order)[:, None] / n
     steps = block_maxima(xs) * (65536 / (((1 << (width - 1)) - 1) * 65536 // n))
-    return float((n + 1) / 12 * (steps**2).sum())
+    y = np.stack([reals(x) for x in xs]) / steps
+    total = np.zeros(y.shape[1])
+    for h in (np.arange(256) + 0.5) / 256:
+        errors = (np.floor(y + (h + places) % 1) - y).sum(axis=0)
+        total += (errors * steps) ** 2
+    return float(total.sum() / 256)
 
 
 def level_square(width: int, norm: str, xs: Sequence[Any]) -> float:

@@ -107,7 +107,9 @@ def test_codecs_wire_bits_are_those_of_a_call(name: str) -> None:
     _, stats = gccomm.testing.simulate([x, x], codec=name)
     bits = describe(name).wire_bits
     assert bits is not None
-    assert (stats[0].wire_bytes - stats[0].measure_bytes) * 8 / x.size == pytest.approx(bits, abs=0.1)  # headers apart
+    assert (stats[0].wire_bytes - stats[0].measure_bytes) * 8 / x.size == pytest.approx(
+        bits, abs=0.1
+    )  # headers apart
 
 
 def test_codec_that_fails_is_listed(

@@ -53,6 +53,13 @@ def test_sums_and_means_are_within_the_bound(row: Row, dtype: str) -> None:
             assert_mean_is_the_nth_part(row, results, dtype, n)
 
 
+@pytest.mark.parametrize("size", [64 * 1024 - 1, 64 * 1024, 64 * 1024 + 1])
+@over(ROWS)
+def test_sizes_around_a_span_are_within_the_bound(row: Row, size: int) -> None:
+    xs = [np.random.default_rng([size, r]).standard_normal(size).astype(np.float32) for r in range(4)]
+    assert_within(row, xs, row.simulate(xs)[0], "float32")
+
+
 def assert_mean_is_the_nth_part(row: Row, results: dict[str, Any], dtype: str, n: int) -> None:
     form = FORMATS[dtype]
     for key, mean in results["mean"].items():

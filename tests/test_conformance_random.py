@@ -1,4 +1,4 @@
-"""What every codec must keep of its noise: a function of seed, step and key; no bias; the variance of theory."""
+"""What every codec must keep of its noise: a function of seed, step and key; no bias; theory's variance."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_noise_depends_on_the_key(row: Row) -> None:
     assert not same_bits(result["a"], result["b"])
 
 
-@over(NOISY_ROWS)
+@over([row for row in NOISY_ROWS if row.shape != (50, 100)])  # equal rows have equal projections
 def test_no_two_blocks_share_their_noise(row: Row) -> None:
     """Equal halves of a tensor, of two blocks each, get other errors."""
     half = row.draw(2)
@@ -57,19 +57,27 @@ def test_no_two_blocks_share_their_noise(row: Row) -> None:
     assert not same_bits(y[:2048], y[2048:])
 
 
-@over(UNBIASED_ROWS)
-def test_rounding_has_mean_zero(row: Row) -> None:
-    """Of every coordinate over 120 seeds, and of all of them together."""
-    xs = [x.reshape(-1)[:1500] for x in row.draw(3)]
+@pytest.mark.parametrize(
+    ("row", "n", "steps"),
+    [
+        *((row, 3, 1) for row in UNBIASED_ROWS),
+        *((row, 4, 3) for row in UNBIASED_ROWS if row.make().stateful),
+    ],
+    ids=str,
+)
+def test_rounding_has_mean_zero(row: Row, n: int, steps: int) -> None:
+    """Of every coordinate over 120 seeds, and of all of them together; in adapted steps too."""
+    xs = [x.reshape(-1)[:1500] for x in row.draw(n)]
     exact = np.sum([reals(x) for x in xs], axis=0)
-    errors = np.array([reals(row.simulate(xs, seed=seed)[0]) - exact for seed in range(120)])
+    runs = [reals(row.simulate(xs, seed=seed, steps=steps)[0]) for seed in range(120)]
+    errors = np.array(runs) - exact
     totals = errors.mean(axis=1)  # independent between seeds, whatever the coordinates have in common
     assert abs(totals.mean()) <= 5 * totals.std(ddof=1) / np.sqrt(len(totals))
     weighted = errors @ exact  # errors that grow with the number, such as clamps
     assert abs(weighted.mean()) <= 5 * weighted.std(ddof=1) / np.sqrt(len(weighted))
     deviation = errors.std(axis=0, ddof=1)
     moved = deviation > 1e-6 * np.abs(exact)
-    assert moved.mean() > 0.9
+    assert moved.mean() > 0.85
     scores = errors.mean(axis=0)[moved] / deviation[moved] * np.sqrt(len(errors))
     rare = 4 if "scaled" in row.codec else 1  # drawn one time in four: far from normal
     assert (np.abs(scores) > 6 * rare).mean() == 0
@@ -94,7 +102,7 @@ def test_the_error_has_the_variance_of_theory(row: Row, n: int) -> None:
     assert abs(found - expected) <= 5 * deviation + 0.02 * expected
 
 
-ROTATED_ROWS = [row for row in ROWS if row.make().id == "rotated"]
+ROTATED_ROWS = [row for row in ROWS if row.make().id == "rotated" and "clipped" not in row.codec]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -112,7 +120,9 @@ def test_rotated_errors_have_n_twelfths_of_a_step_squared(row: Row, n: int) -> N
         steps = scales * 65536 / (((1 << (width - 1)) - 1) * 65536 // n)
         squares = ((y - exact) ** 2).reshape(3, 1024).sum(axis=1)
         ratios.append(squares / (1024 * n / 12 * steps**2))
-        norms = np.max([np.sqrt((x.astype(np.float64) ** 2).reshape(3, 1024).sum(axis=1)) for x in xs], axis=0)
+        norms = np.max(
+            [np.sqrt((x.astype(np.float64) ** 2).reshape(3, 1024).sum(axis=1)) for x in xs], axis=0
+        )
         assert (scales >= norms / 32).all()  # no coordinate of a rotated block is less than the mean one
         assert (scales <= norms * 6.6 / 32).all()
     found = np.array(ratios)
@@ -129,3 +139,18 @@ def test_exponential_errors_have_the_variance_of_powers_of_two() -> None:
     expected = float(((parts - lower) * (2 * lower - parts)).sum()) * top**2
     found, deviation = mean_square(row, [x], 10)
     assert abs(found - expected) <= 5 * deviation + 0.02 * expected
+
+
+def test_exponential_sums_have_the_variance_of_every_rounding() -> None:
+    """Four ranks, added in pairs: each of 7 roundings has at most an eighth of the rounded number's square,
+    and, of numbers of all magnitudes, not less than a third of that.
+    """
+    (row,) = (row for row in ROWS if "exponential" in row.codec)
+    xs = [np.random.default_rng(r).standard_normal(20_000).astype(np.float32) for r in range(4)]
+    parts = [(x.astype(np.float64), x.astype(np.float64) ** 2 / 8) for x in xs]
+    while len(parts) > 1:  # mean and variance of the ranks' sums
+        pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        parts = [(mean, square + (mean**2 + square) / 8) for mean, square in pairs]
+    most = float(parts[0][1].sum())
+    found, deviation = mean_square(row, xs, 10)
+    assert most / 3 <= found <= most + 5 * deviation

@@ -80,6 +80,29 @@ def test_long_tensors_travel_in_several_sums(row: Row) -> None:
     np.testing.assert_array_equal(y.view(np.uint8), bits_of(expected))
 
 
+def test_redone_spans_by_hand() -> None:
+    """Equal ranks and c far too small: lanes overflow, and the same integers travel in wide ones."""
+    (row,) = (row for row in ROWS if "checked" in row.codec)
+    for n, kind, scale in ((8, np.float32, 1.0), (5, np.float64, 1e-300)):
+        x = (np.random.default_rng(n).standard_normal(65 * 1024 + 70) * scale).astype(kind)
+        ranks = Ranks(row.make(), n, state={"ratio": 0.05})
+        y = ranks.reduce([x] * n)
+        assert [sent.kind for sent in ranks.sent][:4] == ["Agree", "Energies", "Sum", "Redo"]
+        assert_within(row, [x] * n, y, str(x.dtype))
+
+
+@over(ROWS)
+def test_the_wire_carries_what_was_promised(row: Row) -> None:
+    """Bits a coordinate, and at most 0.2 for scales, energies, check words, counters and headers."""
+    x = np.random.default_rng(0).standard_normal((256, 1024)).astype(np.float32)
+    for _, _, _, stats in testing.simulate_steps(
+        [{KEY: x}] * 2, row.make(), steps=2, exact_below=row.exact_below, error_feedback=False
+    ):
+        bits = 8 * stats[0].wire_bytes / x.size
+        assert row.cost - 0.01 <= bits <= row.cost + 0.2
+        assert stats[0].ratio == pytest.approx(32 / bits)
+
+
 WORST = {
     "plus": np.ones(1024),
     "minus": -np.ones(1024),
@@ -160,7 +183,7 @@ FUSED = ["float32 (1025,)", "float16 (3, 700)", "complex64 (50, 101)", "float64 
 
 @over(BIT_ROWS)
 def test_fusion_is_invisible(row: Row) -> None:
-    """The same bits alone or with others, for any bucket or piece, one host or many; in the third step too."""
+    """The same bits alone or with others, for any bucket or piece, one host or many; in a third step too."""
     trees = mixed(3)
     steps = 3 if row.make().stateful else 1
     fused = row.simulate(trees, steps=steps)[0]
@@ -173,6 +196,18 @@ def test_fusion_is_invisible(row: Row) -> None:
         for one_host in (True, False):
             options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "piece_coordinates": piece}
             assert_same_bits(row.simulate(trees, one_host=one_host, steps=steps, **options)[0], fused)
+
+
+@over(BIT_ROWS)
+def test_pieces_of_long_tensors_are_invisible(row: Row) -> None:
+    """131 blocks: pieces end between spans, within them, and not at all."""
+    rng = np.random.default_rng(1)
+    xs = [{KEY: rng.standard_normal(130 * 1024 + 7).astype(np.float32)} for _ in range(2)]
+    whole = row.simulate(xs, steps=2)[0]
+    for piece in (1 << 16, 100 * 1024, 5000):
+        for one_host in (True, False):
+            cut = row.simulate(xs, steps=2, piece_coordinates=piece, one_host=one_host)[0]
+            assert_same_bits(cut, whole)
 
 
 @over([row for row in ROWS if not row.bits])

@@ -89,6 +89,11 @@ def draw_ratios(blocks: int, p: Options, rng: np.random.Generator) -> Array | No
     return ratios if p.ratios else None
 
 
+def draw_gains(blocks: int, p: Options, rng: np.random.Generator) -> Array | None:
+    gains = np.exp2(rng.uniform(-2, 3, blocks)).astype(np.float32)
+    return gains if p.shift % 2 else None
+
+
 class Specified:
     """What the reference says of a tensor."""
 
@@ -105,7 +110,7 @@ class Specified:
         words, energies = self.tensor.map_blocks(blocks)
         return np.array(words, np.uint32), np.array(energies, np.uint32)
 
-    def encode(self, scales: Array, ratios: Array | None) -> list[list[Array]]:
+    def encode(self, scales: Array, ratios: Array | None, gains: Array | None) -> list[list[Array]]:
         """Return words, residuals, check words and own maxima."""
         p, tensor = self.p, self.tensor
 
@@ -116,6 +121,7 @@ class Specified:
             sent = reference.encode(
                 np, x, s, hashes, p.shift, width=p.width, limit=p.limit, residual=rest,
                 clamp=p.clamp, ratios=part, rotation=rotation, subtract=p.subtract, grid=p.grid,
+                gains=None if gains is None else gains[numbers],
             )  # fmt: skip
             return *sent, reference.encoded_maxima(np, x, s, rest, part, rotation)
 
@@ -155,6 +161,9 @@ class Case:
         pairs = zip(self.measured, wide, strict=True)
         scales = [draw_scales(maxima, is_wide, rng) for (maxima, _), is_wide in pairs]
         ratios = [draw_ratios(s.size, p, rng) for s in scales]
+        gains = [draw_gains(s.size, p, rng) for s in scales]
+        given_gains = [g for g in gains if g is not None]
+        self.gains = np.concatenate(given_gains) if given_gains else 0
         self.scales = np.concatenate(scales)
         given_ratios = [r for r in ratios if r is not None]
         self.ratios = np.concatenate(given_ratios) if given_ratios else 0
@@ -162,7 +171,7 @@ class Case:
         blocks = np.split(self.sums, self.batch.word_starts[1:-1])
         starts = zip(self.batch.starts[:-1], self.batch.starts[1:], strict=True)
         split = [blocks[a:b] for a, b in starts]
-        self.sent = [one.encode(*args) for one, *args in zip(known, scales, ratios, strict=True)]
+        self.sent = [one.encode(*args) for one, *args in zip(known, scales, ratios, gains, strict=True)]
         self.got = [one.decode(*args) for one, *args in zip(known, scales, ratios, split, strict=True)]
 
     def check_maxima(self) -> None:
@@ -184,7 +193,7 @@ class Case:
         batch.run(
             kernels.encode, self.scales, ("words", batch.words), p.width, p.limit, p.shift,
             ("blocks", check) if extras else 0, p.clamp, self.ratios, p.rotations,
-            ("blocks", own) if extras else 0, p.subtract, p.grid_table(), cuts=self.cuts,
+            ("blocks", own) if extras else 0, p.subtract, p.grid_table(), self.gains, cuts=self.cuts,
         )  # fmt: skip
         assert_same(batch.words, [word for one in self.sent for word in one[0]])
         if extras:

@@ -34,7 +34,7 @@ from gccomm.steps import Agree, Context, Energies, Redo, Steps, Sum, Words
 if TYPE_CHECKING:
     from gccomm.operand import Operand
 
-__all__ = ["CLAMP", "Learnt", "checked_steps", "next_ratio"]
+__all__ = ["CLAMP", "Learnt", "Rotating", "checked_steps", "next_ratio"]
 
 DEVIATIONS = 5.4  # k
 MARGIN, SMALLEST = 1.03, 0.05  # of c

@@ -29,8 +29,8 @@ class PowerSGD(Codec):
 
     P = orth(sum_i M_i Q), Q' = sum_i M_i^T P, the sum's approximation is P Q'^T; Q' is the next step's Q. A
     tensor is a matrix of its first axis (longer than 1) by all others. Those of one axis, and those of which
-    P and Q' would not be smaller, are summed as they are. The residual is M_i - P Q'^T / n, as published, and
-    as in PyTorch's hook.
+    P and Q' would not be smaller, are summed as they are. The residual is M_i - P (M_i^T P)^T, what P leaves
+    of this rank's matrix; as published it is M_i - P Q'^T / n, in which differences between ranks add up.
 
     Parameters
     ----------
@@ -71,6 +71,7 @@ class PowerSGD(Codec):
 
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on magnitudes, sum M Q and the other tensors, then M^T P."""
+        del ctx
         shapes = [self._matrix(x.shape(i)) for i in range(x.count)]
         tasks: list[_Task] = yield from self._agree(x, shapes, state)
         plain = [i for i, shape in enumerate(shapes) if shape is None]
@@ -80,11 +81,13 @@ class PowerSGD(Codec):
         second = _Floats(x, [t.right for t in tasks])
         for p, matrix, q in zip(bases, matrices, second.parts, strict=True):
             np.matmul(p, matrix, out=q)
+        own = second.flat.copy() if x.feedback else second.flat
         if tasks:
             yield float_sum(second.flat)
         returned: list[State | None] = [None] * x.count
-        for t, p, q, matrix in zip(tasks, bases, second.parts, matrices, strict=True):
-            t.finish(x, p, q, matrix, ctx.size)
+        mine = second.like(own)
+        for t, p, q, part, matrix in zip(tasks, bases, second.parts, mine, matrices, strict=True):
+            t.finish(x, p, q, part, matrix)
             returned[t.i] = {"q": normalise(q), "steps": t.steps + 1}
         return returned
 
@@ -139,9 +142,12 @@ class _Floats:
     def __init__(self, x: Operand, shapes: Sequence[tuple[int, ...]]) -> None:
         ends = np.cumsum([0, *(int(np.prod(shape, dtype=np.int64)) for shape in shapes)]).tolist()
         self.flat = np.empty(ends[-1], dtype=np.float64 if x.float64 else np.float32)
-        self.parts = [
-            self.flat[lo:hi].reshape(shape) for lo, hi, shape in zip(ends, ends[1:], shapes, strict=False)
-        ]
+        self._places = list(zip(ends, ends[1:], shapes, strict=False))
+        self.parts = self.like(self.flat)
+
+    def like(self, flat: Buffer) -> list[Buffer]:
+        """Return the parts of another array that is laid out alike."""
+        return [flat[lo:hi].reshape(shape) for lo, hi, shape in self._places]
 
 
 @dataclass
@@ -179,14 +185,11 @@ class _Task:
         """Return this rank's matrix."""
         return scaled(x.load(self.i), -self.power).reshape(self.m, self.k)
 
-    def finish(self, x: Operand, p: Buffer, q: Buffer, matrix: Buffer, n: int) -> None:
-        """Write the result and the residual."""
-        result = product(p, q)
-        x.store(self.i, result, self.power)
+    def finish(self, x: Operand, p: Buffer, q: Buffer, own: Buffer, matrix: Buffer) -> None:
+        """Write the result, and as residual what this rank's part of it leaves of its matrix."""
+        x.store(self.i, product(p, q), self.power)
         if x.feedback:
-            result /= n
-            np.subtract(matrix, result, out=result)
-            rest = scaled(result, self.power)
+            rest = scaled(matrix - product(p, own), self.power)
             if self.power > 0:  # a difference may be larger than its parts
                 largest = np.finfo(rest.dtype).max
                 np.clip(rest, -largest, largest, out=rest)

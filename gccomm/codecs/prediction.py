@@ -230,6 +230,7 @@ class _Predicted:
             if not x.float64:
                 values = self.scales.view(np.float32) * factors.astype(np.float32)
                 top = np.finfo(np.float32).max
-                return np.fmin(values, top).view(np.uint32)  # fmin: of NaN and the top it is the top
+                words: Words = np.fmin(values, top).view(np.uint32)  # fmin: of NaN and the top, the top
+                return words
             values = np.fmin(x.scale_values(self.scales) * factors, np.finfo(np.float64).max)
             return x.scale_words(values)

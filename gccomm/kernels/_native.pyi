@@ -54,6 +54,7 @@ def encode(
     maxima: int = 0,
     subtract: bool = False,
     grid: int = 0,
+    gains: int = 0,
 ) -> None:
     """Round, pack into lanes of `width` bits, and leave residuals behind.
 
@@ -69,6 +70,8 @@ def encode(
     largest grid point among 0 ... g that is at most k, then the way from there to the next one; it needs
     `ratios` and takes the place of `clamp`: values are rounded to grid points, less (g + 1) // 2; `subtract`
     then has no say.
+    `gains` is the address of float32 for all blocks of the batch: what values are multiplied by before they
+    are clamped and rounded; residuals know of it.
 
     Raises
     ------

@@ -10,6 +10,7 @@ struct Outputs {
     u32* words;
     int count;
     u32 *check, *own;  // check words; the scale word that the block has of its own
+    float gain;        // what values are multiplied by before they are rounded
 };
 
 // What a lane codec does to one block, the block's own scale apart.
@@ -40,7 +41,7 @@ class Encoder {
         }
         const Scale scale = split_scale(s, wide);
         level_ = scale.mant * (ratio == nullptr ? unit_ : *ratio);
-        const float factor = ratio == nullptr ? limit_ / scale.mant : 65536.0f / level_;
+        const float factor = (ratio == nullptr ? limit_ / scale.mant : 65536.0f / level_) * out.gain;
         Rounding r{factor, clamp_, args_.shift << 16, noise_of(b)};
         packed_ = false;
         if (args_.rotations != 0)
@@ -233,12 +234,12 @@ class Encoder {
             double* out = element<double>(b.segment->res_out, b.offset);
             const double power = pow2_wide(scale.e);
             for (int i = 0; i < b.length; i++)
-                out[i] = wide_.at[i] - saturate(static_cast<double>(sent[i]) * power);
+                out[i] = saturate(wide_.at[i] - saturate(static_cast<double>(sent[i]) * power));
             return;
         }
         float* out = element<float>(b.segment->res_out, b.offset);
         const float power = pow2(scale.e);
-        for (int i = 0; i < b.length; i++) out[i] = x_.at[i] - saturate(sent[i] * power);
+        for (int i = 0; i < b.length; i++) out[i] = saturate(x_.at[i] - saturate(sent[i] * power));
     }
 
     // What the integers stand for, without the scale's exponent.
@@ -305,7 +306,8 @@ inline void encode(const Batch& batch, const EncodeArgs& args) {
         u32* own = args.maxima == nullptr ? nullptr : args.maxima + place;
         const float* ratio = args.ratios == nullptr ? nullptr : args.ratios + c.index;
         u32* words = args.words.data + (c.word - args.words.base);
-        encoder.encode(c.block, args.scales[c.index], ratio, {words, c.words, check, own});
+        const float gain = args.gains == nullptr ? 1.0f : args.gains[c.index];
+        encoder.encode(c.block, args.scales[c.index], ratio, {words, c.words, check, own, gain});
     }
 }
 

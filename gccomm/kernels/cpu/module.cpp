@@ -57,7 +57,7 @@ bool maxima(Address table, Index segments, Index lo, Index hi, Address out, Addr
 
 void encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
             int width, std::int32_t limit, std::uint32_t shift, Address check, std::int32_t clamp,
-            Address ratios, int rotations, Address maxima, bool subtract, Address grid) {
+            Address ratios, int rotations, Address maxima, bool subtract, Address grid, Address gains) {
     check_lanes(width, ratios == 0 ? limit : 1);
     check_rotations(rotations);
     require(clamp != 0 || ratios == 0 || grid != 0, "with ratios a clamp or a grid is needed");
@@ -77,7 +77,8 @@ void encode(Address table, Index segments, Index lo, Index hi, Address scales, A
                                                       rotations,
                                                       pointer<std::uint32_t>(maxima),
                                                       subtract,
-                                                      pointer<const std::int32_t>(grid)});
+                                                      pointer<const std::int32_t>(grid),
+                                                      pointer<const float>(gains)});
 }
 
 void decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
@@ -256,7 +257,7 @@ NB_MODULE(_native, m) {
           "rotations"_a = 0, "kept"_a = 0, Released());
     m.def("encode", &g::encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "shift"_a, "check"_a = 0, "clamp"_a = 0, "ratios"_a = 0, "rotations"_a = 0,
-          "maxima"_a = 0, "subtract"_a = false, "grid"_a = 0, Released());
+          "maxima"_a = 0, "subtract"_a = false, "grid"_a = 0, "gains"_a = 0, Released());
     m.def("decode", &g::decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "n"_a, "subtract"_a, "mean"_a, "stream"_a, "check"_a = 0, "energy"_a = 0,
           "ratios"_a = 0, "rotations"_a = 0, "offset"_a = 0, Released());

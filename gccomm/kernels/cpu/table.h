@@ -67,6 +67,7 @@ struct EncodeArgs {
     std::uint32_t* maxima;     // one a block from block lo on, or null
     bool subtract;             // decoding takes the dither off, so that residuals leave it out
     const std::int32_t* grid;  // [g, low of each step, gap of each step], or null
+    const float* gains;        // of the whole batch, or null: values are multiplied by them first
 };
 
 struct DecodeArgs {

@@ -127,6 +127,7 @@ def quantise(
     ratios: Array | None = None,
     rotation: Rotation | None = None,
     grid: Grid | None = None,
+    gains: Array | None = None,
 ) -> Array:
     """Round coordinates to integers.
 
@@ -153,6 +154,8 @@ def quantise(
         Rotation of the blocks.
     grid : Grid, optional
         Grid points to round to, in levels; with `ratios`, and in place of `clamp`.
+    gains : array of float32, shape (blocks,), optional
+        What coordinates are multiplied by before they are clamped.
 
     Returns
     -------
@@ -169,6 +172,8 @@ def quantise(
     else:
         factor = xp.float32(65536) / (mantissa * ratios)
     largest = xp.float32(LARGEST_LIMIT)
+    if gains is not None:
+        factor = factor * gains
     scaled = normalise(xp, v, scales, rotation) * factor[:, None]
     scaled = xp.clip(xp.where(xp.isnan(scaled), largest, scaled), -largest, largest)
     y = xp.clip(xp.rint(scaled).astype(xp.int32), -most, most)
@@ -191,7 +196,7 @@ def _rounding_error(
     _, exponent = split_scale(xp, scales, wide)
     if rotation is not None:
         sent = unrotate(xp, sent, rotation, v.shape[1], scales)
-    error = v - saturate(xp, scale_by_power(xp, sent.astype(v.dtype), exponent))
+    error = saturate(xp, v - saturate(xp, scale_by_power(xp, sent.astype(v.dtype), exponent)))
     error = xp.where(sends[:, None], error, v)
     kept = xp.zeros_like(v) if residual is None else residual
     return xp.where(nonfinite(scales, wide)[:, None], kept, error)
@@ -213,6 +218,7 @@ def encode(
     rotation: Rotation | None = None,
     subtract: bool = False,
     grid: Grid | None = None,
+    gains: Array | None = None,
 ) -> Encoded:
     """Round and pack blocks.
 
@@ -222,7 +228,7 @@ def encode(
         ``numpy`` or ``jax.numpy``.
     x : array of floats, shape (blocks, length)
         Coordinates.
-    scales, hashes, shift, limit, clamp, ratios, rotation, grid
+    scales, hashes, shift, limit, clamp, ratios, rotation, grid, gains
         As in :func:`quantise`; `limit` and `clamp` must be Python values.
     width : int
         Lane width in bits.
@@ -244,8 +250,9 @@ def encode(
     """
     v = add_residual(xp, x, residual)
     q = quantise(
-        xp, v, scales, hashes, shift, limit, clamp=clamp, ratios=ratios, rotation=rotation, grid=grid
-    )
+        xp, v, scales, hashes, shift, limit,
+        clamp=clamp, ratios=ratios, rotation=rotation, grid=grid, gains=gains,
+    )  # fmt: skip
     mantissa, _ = split_scale(xp, scales, is_wide(v))
     level = mantissa * (xp.float32(65536 / limit) if ratios is None else ratios)
     sends = _sends(scales, ratios, is_wide(v))
