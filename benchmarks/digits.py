@@ -41,6 +41,7 @@ SETTINGS = {
     "uniform 4": "uniform:wire_bits=4",
     "rotated": "rotated:wire_bits=8",
     "rotated 4": "rotated:wire_bits=4",
+    "rotated 4 clipped": "rotated:wire_bits=4,headroom=clipped",
     "qsgd-mn": "qsgd-mn:wire_bits=8",
     "qsgd-mn-ts": "qsgd-mn-ts:wire_bits=8",
     "grandk-mn": "grandk-mn:wire_bits=8",

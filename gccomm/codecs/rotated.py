@@ -49,7 +49,7 @@ class Rotated(Codec):
     rotations : int
         1, or 2 for input made to defeat one.
     scales : str
-        "agreed", or "predicted" in a Reducer: steps without a round of their own before the sum, at 2 to 3
+        "agreed", or "predicted" in a Reducer: steps without a round of their own before the sum, at 3 to 4
         times the vNMSE; with safe headroom only.
 
     Notes

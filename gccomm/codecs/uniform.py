@@ -36,7 +36,7 @@ class Uniform(Codec):
         Lane width w: 2, 3, 4, 5, 6, 8, 10 or 16. A coordinate costs 32 / floor(32 / w) bits, plus 0.03 for
         scales.
     scales : str
-        "agreed", or "predicted" in a Reducer: steps without a round of their own before the sum, at 2 to 3
+        "agreed", or "predicted" in a Reducer: steps without a round of their own before the sum, at 3 to 4
         times the vNMSE, and with clamps where a maximum grows by half from one step to the next.
 
     Notes

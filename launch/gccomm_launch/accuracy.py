@@ -27,6 +27,7 @@ CODECS = (
     "uniform:wire_bits={w}",
     "rotated:wire_bits={w},headroom=safe",
     "rotated:wire_bits={w},headroom=checked",
+    "rotated:wire_bits={w},headroom=clipped",
     "qsgd-mn:wire_bits={w}",
     "qsgd-mn-ts:wire_bits={w}",
     "grandk-mn:wire_bits={w}",

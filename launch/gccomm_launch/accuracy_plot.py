@@ -11,7 +11,12 @@ __all__ = ["curve_name", "curves", "panels", "plot"]
 PREFERRED_N = 16  # of a figure with a panel a family: enough ranks for codecs to differ
 COLUMNS = 3
 # gccomm's own codecs stand out, by colours that differ for colour-blind eyes too; the floats are references.
-STRONG = {"rotated, headroom=checked": "#d55e00", "rotated, headroom=safe": "#e69f00", "uniform": "#0072b2"}
+STRONG = {
+    "rotated, headroom=checked": "#d55e00",
+    "rotated, headroom=clipped": "#cc79a7",
+    "rotated, headroom=safe": "#e69f00",
+    "uniform": "#0072b2",
+}
 REFERENCES = ("bf16", "fp16", "raw")
 WEAK = ("#009e73", "#cc79a7", "#56b4e9", "#8c6d31", "#7f7f7f", "#9467bd", "#17becf", "#bcbd22", "#5254a3")
 MARKERS = "sD^v<>PXph*"
