@@ -304,6 +304,8 @@ class _Engine:
 
     def _encode(self, message: Message, base: int) -> None:
         """Write a message's words ``base`` words into the buffer, and its tag behind them."""
+        if base + message.words + 1 > len(self.job.words):  # a codec that needs more words than it said
+            self.job.words = _scratch(base + message.words + 1)
         message.encode(self.job.words[base : base + message.words])
 
     def _decode(self, message: Message, base: int) -> bool:
@@ -325,8 +327,8 @@ class _Engine:
             yield from self._sum(message)
 
     def _sum(self, message: Message) -> Generator[Transfer, None, bool]:
-        words = self.job.words[: message.words + 1]
         self._encode(message, 0)
+        words = self.job.words[: message.words + 1]
         words[-1] = self._next_tag()
         yield from self._move(WordAdd(words, message.lanes(0)), words.nbytes)
         return self._decode(message, 0)

@@ -113,7 +113,8 @@ class Operand:
         extents = [g.offset(s.start + s.blocks) - g.offset(s.start) for g, s in pairs]
         weights = [codec.weight(spec.item_bytes) for spec in self.specs]
         # Besides lanes: padding of short blocks, check words, words by block.
-        self.room = sum(e * w for e, w in zip(extents, weights, strict=True)) + 40 * self.blocks
+        carried = int(codec.carried(self.lengths).sum())  # which may travel in words of their own
+        self.room = max(sum(e * w for e, w in zip(extents, weights, strict=True)), carried) + 40 * self.blocks
         self.overflows: dict[int, int] = {}  # by leaf: sums that its dtype cannot hold
         self.direct: tuple[str, Buffer, Buffer] | None = None  # dtype, input, result: one range of one array
         self.keys: npt.NDArray[np.uint32] = np.zeros((self.count, 2), dtype=np.uint32)

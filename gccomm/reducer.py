@@ -166,6 +166,7 @@ class Reducer:
         known = {key: known_from(key, layout) for key, layout in state["layouts"].items()}
         residuals = {key: np.array(value) for key, value in state["residuals"].items()}
         states = {key: state_from(key, value) for key, value in state["states"].items()}
+        self._reduction.check_states(states)
         self._reduction.step = integer("step", state["step"], "a number of steps", 0)
         self._reduction.known, self._reduction.residuals = known, residuals
         self._reduction.states = {}

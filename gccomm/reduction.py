@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gccomm import arrays, kernels, trees
 from gccomm.agreement import Call, digest
-from gccomm.codecs.base import Codec, State
+from gccomm.codecs.base import Codec, State, state_digest
 from gccomm.codecs.exact import Integers, TwoWords
 from gccomm.engine import Job, Outcome, reduce
 from gccomm.errors import NegotiationError, NonFiniteError
@@ -150,15 +150,30 @@ class Reduction:
         self.states.update(states)
         self._adapted = None
 
+    def check_states(self, states: Mapping[str, KeyState]) -> None:
+        """Raise ValueError for a state of a key's own codec that it could not go on with."""
+        for key, state in states.items():
+            codec = self.options.codec(key)
+            if codec.fingerprint != state.codec:
+                continue  # it is left aside: the key starts anew
+            try:
+                codec.check_state(state.values, state.row_shape)
+            except (TypeError, ValueError, KeyError) as error:
+                msg = f"what {codec!r} adapted for {key!r} is malformed ({type(error).__name__}: {error})"
+                raise ValueError(msg) from error
+
     def adapted(self) -> str:
         """Return a hash of what codecs have adapted and must be equal on all ranks, or nothing."""
         if self._adapted is None:
-            texts = [
-                f"{key!r}: {s.codec} {self.options.codec(key).state_text(s.values)}"
-                for key, s in sorted(self.states.items())
-            ]
+            texts = [self._state_text(key, s) for key, s in sorted(self.states.items())]
             self._adapted = "".join(f", adapted={word:08x}" for word in digest("\n".join(texts))[:1])
         return self._adapted
+
+    def _state_text(self, key: str, state: KeyState) -> str:
+        """Return what of a key's state must be equal on all ranks; all of one that is another codec's."""
+        codec = self.options.codec(key)
+        own = codec.fingerprint == state.codec
+        return f"{key!r}: {state.codec} {(codec.state_text if own else state_digest)(state.values)}"
 
     def start(self, tree: Any, place: Place, *, out: Any = None) -> Attempt:
         """Prepare a call on ``tree``; communicates nothing and raises nothing but interrupts."""

@@ -54,7 +54,7 @@ class Sketch:
 
     def __init__(self, x: Operand) -> None:
         self.x = x
-        count = min(PROJECTIONS, x.coordinates // 128)
+        count = min(PROJECTIONS, max(x.coordinates // 128, min(256, x.coordinates // 16)))
         self.words = np.zeros(count, dtype=np.uint32)
         self.blocks = np.zeros(count, dtype=np.int64)  # that the projections are of
         self.total = 0.0  # sum of all blocks' lengths times squared steps, over the largest step's square

@@ -257,3 +257,15 @@ def test_the_functions_keep_no_state() -> None:
     (first, second), *_ = testing.run(program, ranks=4)
     xs = gaussian(4, 0)
     assert vnmse(first, xs) == pytest.approx(vnmse(second, xs), rel=0.2)  # new noise, the same steps
+
+
+def test_short_rows_in_the_widest_lanes() -> None:
+    """Rows of 513 are padded to 576 words each when they travel again: more than they have coordinates."""
+
+    def draw(step: int) -> list[dict[str, Array]]:  # independent for two steps, then alike: they overflow
+        seeds = [(step, rank if step < 2 else 0) for rank in range(5)]
+        return [{"w": np.random.default_rng(s).standard_normal((5, 513)).astype(np.float32)} for s in seeds]
+
+    ys, stats = testing.simulate(draw, "rotated:wire_bits=16,headroom=checked", steps=3)
+    assert stats[0].spans_redone == 1
+    np.testing.assert_allclose(ys[0]["w"], 5 * draw(2)[0]["w"], atol=1e-2)

@@ -11,7 +11,7 @@ import gccomm
 from gccomm import testing
 from gccomm.agreement import MESSAGE_WORDS, SUM_WORDS
 from gccomm.codecs.prediction import FIRST, Observed, next_scales
-from gccomm.errors import MismatchError, NonFiniteError
+from gccomm.errors import MismatchError, NegotiationError, NonFiniteError
 
 Array = np.ndarray[Any, Any]
 CODECS = ["uniform:scales=predicted", "rotated:scales=predicted", "uniform:scales=predicted,wire_bits=4"]
@@ -331,3 +331,12 @@ def test_next_scales() -> None:
 def test_checked_headroom_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a round before the sum"):
         gccomm.get_codec("rotated", scales="predicted", headroom="checked")
+
+
+@pytest.mark.parametrize(("n", "codec"), [(4, "rotated:wire_bits=4"), (4, "uniform:wire_bits=4")])
+def test_feedback_needs_more_levels(n: int, codec: str) -> None:
+    """Predicted steps are twice as wide: what is enough for agreed scales would diverge."""
+    data = draw(n, 0)
+    testing.simulate([{"x": x} for x in data], codec, error_feedback=True)
+    with pytest.raises(NegotiationError, match=r"has 1.75 levels and needs more than 2.25"):
+        testing.simulate([{"x": x} for x in data], f"{codec},scales=predicted", error_feedback=True)

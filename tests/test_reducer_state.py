@@ -132,3 +132,54 @@ def test_a_resumed_run_learns_again_what_kind_of_arrays_its_results_are() -> Non
         assert [type(x) for x in result.values()] == [torch.Tensor, torch.Tensor]
         assert [x.dtype for x in result.values()] == [torch.float32, torch.bfloat16]
         assert all((x == 1).all() for x in result.values())
+
+
+STATEFUL = {
+    "rotated:headroom=checked": ("ratio", [float("nan"), -1.0, "abc", None]),
+    "uniform:scales=predicted": ("scales", [np.zeros(3, np.uint32), np.full(4, 0xFFFFFFFF, np.uint32), 1.0]),
+    "intsgd": ("r", [float("nan"), -1.0, "abc"]),
+    "powersgd": ("q", [np.zeros((2, 2), np.float32), 3.0]),
+}
+
+
+@pytest.mark.parametrize("codec", STATEFUL)
+def test_malformed_states_of_codecs_are_refused(codec: str) -> None:
+    """Before any call: with the codec and the key, and what is wrong."""
+    x = {"w": np.random.default_rng(0).standard_normal((40, 100)).astype(np.float32)}
+    first = Reducer(codec)
+    first(x)
+    name, values = STATEFUL[codec]
+    for value in values:
+        state = first.state_dict()
+        state["states"]["w"]["values"][name] = value
+        with pytest.raises(ValueError, match="adapted for 'w'"):
+            Reducer(codec).load_state_dict(state)
+    state = first.state_dict()
+    del state["states"]["w"]["values"][name]
+    with pytest.raises(ValueError, match=f"KeyError: '{name}'"):
+        Reducer(codec).load_state_dict(state)
+    Reducer(codec).load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("codec", STATEFUL)
+@pytest.mark.parametrize("other", STATEFUL)
+def test_states_of_other_codecs_are_left_aside(codec: str, other: str) -> None:
+    """On one rank only they are a mismatch for all; on all ranks the key starts anew."""
+    x = {"w": np.random.default_rng(0).standard_normal((40, 100)).astype(np.float32)}
+
+    def program(comm: gccomm.Communicator) -> np.ndarray[Any, Any]:
+        old, new = Reducer(other, comm=comm), Reducer(codec, comm=comm)
+        old(x)
+        state = {**old.state_dict(), "step": 0}
+        if comm.rank == 0:
+            new.load_state_dict(state)
+        with pytest.raises(gccomm.MismatchError, match="state"):
+            new(x)
+        if comm.rank:
+            new.load_state_dict(state)
+        result: np.ndarray[Any, Any] = new(x)["w"]
+        return result
+
+    if codec != other:
+        for y in gccomm.testing.run(program, ranks=2):
+            assert np.isfinite(y).all()

@@ -116,6 +116,12 @@ class Codec(ABC):
         del parts
         return old
 
+    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+        """Raise ValueError, KeyError or TypeError for a state of this codec that a checkpoint cannot hold.
+
+        ``row_shape`` is the shape of the key's array, complex numbers as pairs.
+        """
+
     def state_text(self, state: State) -> str:
         """Return what of a key's state must be equal on all ranks."""
         return state_digest(state)

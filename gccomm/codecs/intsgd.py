@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
@@ -115,6 +116,16 @@ class IntSGD(Codec):
         run.predict(squares + self.eps)
         yield Sum(x.blocks, run.size, run.encode, run.decode, run.lanes)
         return run.observed()
+
+    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+        """Raise ValueError unless it holds a mean square, a scale word and whether to agree again."""
+        del row_shape
+        for name in ("r", "scale"):
+            value = state[name]
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` is {value!r}, not a number from 0 on")
+        if state["agree"] not in (True, False):
+            raise ValueError(f"`agree` is {state['agree']!r}, not a bool")
 
     def next_state(self, old: State | None, parts: Sequence[Observed | None]) -> State | None:
         """Return r, the word of M, and whether to agree on it again; the old state after inf or NaN."""

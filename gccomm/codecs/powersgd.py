@@ -131,6 +131,21 @@ class PowerSGD(Codec):
         """Return Q for the next step; the old one after a step that had none."""
         return old if parts[0] is None else parts[0]
 
+    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+        """Raise ValueError unless it holds Q of an array of this shape."""
+        q, shape = np.asarray(state["q"]), self._matrix(tuple(row_shape))
+        if (
+            shape is None
+            or q.dtype.kind != "f"
+            or q.shape != (shape[2], shape[1])
+            or not np.isfinite(q).all()
+        ):
+            raise ValueError(
+                f"`q` is {q.dtype}{list(q.shape)}, not the finite Q of an array {list(row_shape)}"
+            )
+        if not isinstance(state["steps"], int) or state["steps"] < 0:
+            raise ValueError(f"`steps` is {state['steps']!r}, not a number of steps")
+
     def state_text(self, state: State) -> str:
         """Return the shape of Q and the number of steps."""
         return f"{np.shape(state['q'])} {state['steps']}"

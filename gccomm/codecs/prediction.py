@@ -24,12 +24,14 @@ from gccomm.codecs.base import State
 from gccomm.codecs.clamps import count_clamped
 from gccomm.errors import BackendError
 from gccomm.lanes import safe_limit
+from gccomm.layout import Geometry
+from gccomm.operand import NAN_64
 from gccomm.steps import Agree, Context, Steps, Sum, Words
 
 if TYPE_CHECKING:
     from gccomm.operand import Operand
 
-__all__ = ["Observed", "next_scales", "predicted_steps"]
+__all__ = ["Observed", "check_prediction", "next_scales", "predicted_steps"]
 
 # The maximum of a block varies by a tenth from step to step, and among 10^4 blocks by a half: predictions
 # settle at twice the usual maximum, so that clamps are rare in large arrays too.
@@ -52,6 +54,15 @@ def next_scales(observed: Sequence[Observed]) -> State:
     """Return the next state of a key from what its segments say."""
     scales = np.concatenate([x.scales for x in observed])
     return {"scales": scales, "agree": any(x.agree for x in observed)}
+
+
+def check_prediction(state: State, row_shape: Sequence[int]) -> None:
+    """Raise ValueError unless ``state`` holds the predicted scales of an array of this shape."""
+    scales, blocks = np.asarray(state["scales"]), Geometry.of(row_shape).blocks
+    if scales.dtype != np.uint32 or scales.shape != (blocks,) or (scales >= NAN_64).any():
+        raise ValueError(f"scales are {scales.dtype}{list(scales.shape)}, not finite uint32[{blocks}]")
+    if state["agree"] not in (True, False):
+        raise ValueError(f"`agree` is {state['agree']!r}, not a bool")
 
 
 def predicted_steps(

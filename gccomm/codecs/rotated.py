@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,8 +13,8 @@ from gccomm.checks import integer, one_of
 from gccomm.codecs.base import Codec, State, lane_width
 from gccomm.codecs.clipping import block_gains, clipped_scales, threshold
 from gccomm.codecs.headroom import Rotating, checked_steps, next_ratio
-from gccomm.codecs.prediction import next_scales, predicted_steps
-from gccomm.codecs.uniform import require_lanes, require_levels
+from gccomm.codecs.prediction import check_prediction, next_scales, predicted_steps
+from gccomm.codecs.uniform import PREDICTED_LEVELS, require_lanes, require_levels
 from gccomm.lanes import lanes, safe_limit
 from gccomm.layout import MIN_PART
 from gccomm.steps import Agree, Context, Steps, Sum, Words
@@ -91,7 +92,7 @@ class Rotated(Codec):
 
     def require_feedback(self, size: int) -> None:
         """Refuse steps that are not smaller than the block's maximum: residuals would grow for ever."""
-        require_levels(self.wire_bits, size)
+        require_levels(self.wire_bits, size, PREDICTED_LEVELS if self.scales == "predicted" else 1)
 
     def noise(self, size: int) -> float:
         """Return n / 12."""
@@ -157,6 +158,15 @@ class Rotated(Codec):
             ),
             lambda lo, hi: ((0, x.size(lo, hi), width),),
         )
+
+    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+        """Raise ValueError unless it holds predicted scales, or a ratio of energies."""
+        if self.scales == "predicted":
+            return check_prediction(state, row_shape)
+        ratio = state["ratio"]
+        if not isinstance(ratio, int | float) or not 0 < ratio < math.inf:
+            raise ValueError(f"`ratio` is {ratio!r}, not a positive number")
+        return None
 
     def next_state(self, old: State | None, parts: Sequence[Any]) -> State | None:
         """Return the next prediction of scales, or of the energy of the sum over that of its parts."""

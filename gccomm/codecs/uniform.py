@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gccomm.checks import one_of
 from gccomm.codecs.base import Codec, State, lane_width
-from gccomm.codecs.prediction import next_scales, predicted_steps
+from gccomm.codecs.prediction import check_prediction, next_scales, predicted_steps
 from gccomm.errors import NegotiationError
 from gccomm.lanes import FIXED_POINT, lanes, safe_limit
 from gccomm.steps import Agree, Context, Steps, Sum
@@ -18,7 +18,9 @@ from gccomm.steps import Agree, Context, Steps, Sum
 if TYPE_CHECKING:
     from gccomm.operand import Operand
 
-__all__ = ["Uniform"]
+__all__ = ["PREDICTED_LEVELS", "Uniform", "require_lanes", "require_levels"]
+
+PREDICTED_LEVELS = 2.25  # for error feedback: predicted steps are about twice as wide
 
 
 class Uniform(Codec):
@@ -62,7 +64,7 @@ class Uniform(Codec):
 
     def require_feedback(self, size: int) -> None:
         """Refuse steps that are not smaller than the block's maximum: residuals would grow for ever."""
-        require_levels(self.wire_bits, size)
+        require_levels(self.wire_bits, size, PREDICTED_LEVELS if self.scales == "predicted" else 1)
 
     def noise(self, size: int) -> float:
         """Return (n + 1) / 12."""
@@ -90,6 +92,10 @@ class Uniform(Codec):
             lambda lo, hi: ((0, x.size(lo, hi), width),),
         )
 
+    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+        """Raise ValueError unless it holds predicted scales."""
+        check_prediction(state, row_shape)
+
     def next_state(self, old: State | None, parts: Sequence[Any]) -> State | None:
         """Return the next prediction of scales."""
         del old
@@ -104,12 +110,12 @@ def require_lanes(width: int, size: int) -> None:
         raise NegotiationError(str(error)) from None
 
 
-def require_levels(width: int, size: int) -> None:
-    """Raise NegotiationError where a rank has no more than one level, so that error feedback diverges."""
+def require_levels(width: int, size: int, least: float = 1) -> None:
+    """Raise NegotiationError where error feedback diverges: a rank has no more than ``least`` levels."""
     levels = safe_limit(width, size) / FIXED_POINT
-    if levels <= 1:
+    if levels <= least:
         msg = (
             f"error feedback in lanes of {width} bits on {size} ranks would diverge: a rank has {levels:.2f} "
-            "levels and needs more than 1; use a larger wire_bits or error_feedback=False"
+            f"levels and needs more than {least:g}; use a larger wire_bits or error_feedback=False"
         )
         raise NegotiationError(msg)
