@@ -151,7 +151,8 @@ def cut(
     """
     pieces: list[list[Range]] = []
     piece: list[Range] = []
-    room, room_bytes = piece_coordinates, bucket_bytes
+    room: float = piece_coordinates
+    room_bytes = bucket_bytes
     for leaf, spec in enumerate(specs):
         for start, count, full in _ranges(spec, piece, (room, room_bytes), (piece_coordinates, bucket_bytes)):
             if full:
@@ -169,7 +170,7 @@ def cut(
 
 
 def _ranges(
-    spec: LeafSpec, piece: list[Range], room: tuple[int, int], whole: tuple[int, int]
+    spec: LeafSpec, piece: list[Range], room: tuple[float, int], whole: tuple[float, int]
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (first block, blocks, begins a new piece) for one leaf; ``room`` is what is left in ``piece``."""
     geometry, weight = Geometry.of(spec.row_shape), spec.route.weight(spec.item_bytes)
@@ -179,8 +180,8 @@ def _ranges(
             yield 0, geometry.blocks, bool(piece) and not fits
         return
 
-    def fit(start: int, room: tuple[int, int]) -> int:
-        count = geometry.fit(start, max(0, min(room[0] // weight, room[1] // spec.item_bytes)))
+    def fit(start: int, room: tuple[float, int]) -> int:
+        count = geometry.fit(start, max(0, int(min(room[0] // weight, room[1] // spec.item_bytes))))
         end = start + count
         aligned = end // SPAN * SPAN
         return aligned - start if end < geometry.blocks and aligned > start else count

@@ -6,6 +6,7 @@ lies and write each result where it belongs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,7 +115,10 @@ class Operand:
         weights = [codec.weight(spec.item_bytes) for spec in self.specs]
         # Besides lanes: padding of short blocks, check words, words by block.
         carried = int(codec.carried(self.lengths).sum())  # which may travel in words of their own
-        self.room = max(sum(e * w for e, w in zip(extents, weights, strict=True)), carried) + 40 * self.blocks
+        self.room = (
+            max(math.ceil(sum(e * w for e, w in zip(extents, weights, strict=True))), carried)
+            + 40 * self.blocks
+        )
         self.overflows: dict[int, int] = {}  # by leaf: sums that its dtype cannot hold
         self.direct: tuple[str, Buffer, Buffer] | None = None  # dtype, input, result: one range of one array
         self.keys: npt.NDArray[np.uint32] = np.zeros((self.count, 2), dtype=np.uint32)

@@ -134,9 +134,9 @@ class Codec(ABC):
     def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return how many wire words (or floats) blocks of these lengths take."""
 
-    def weight(self, item_bytes: int) -> int:
-        """Return how much of a piece's room a coordinate of ``item_bytes`` takes: 1, or more where it may
-        need more words.
+    def weight(self, item_bytes: int) -> float:
+        """Return how much of a piece's room a coordinate of ``item_bytes`` takes: 1, more where it may
+        need more words, or less where larger pieces are better.
         """
         del item_bytes
         return 1
