@@ -68,7 +68,6 @@ class GlobalRandK(QSGDMaxNorm):
     """
 
     id: ClassVar[str] = "grandk-mn"
-    sketched = False  # what is summed is no part of the operand
 
     def __init__(self, keep: int = 10, scaled: bool = False, wire_bits: int = 8, norm: str = "max") -> None:
         QSGDMaxNorm.__init__(self, wire_bits, norm)
@@ -80,6 +79,7 @@ class GlobalRandK(QSGDMaxNorm):
             msg = f"`scaled` must be True or False, got {scaled!r}"
             raise TypeError(msg)
         self.scaled = scaled
+        self.sketched = False  # what is summed is no part of the operand
         self.biased = not scaled and self.keep > 1
         self.rounding = "biased" if self.biased else "unbiased"
 
