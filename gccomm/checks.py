@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
-__all__ = ["check_options", "integer", "one_of"]
+__all__ = ["check_options", "integer", "one_of", "pattern_choice"]
 
 
 def integer(
@@ -53,3 +54,29 @@ def check_options(op: object, exact_below: object, nonfinite: object) -> int:
     one_of("op", op, ("sum", "mean"))
     one_of("nonfinite", nonfinite, ("propagate", "raise"))
     return integer("exact_below", exact_below, "a number of coordinates", 0)
+
+
+def pattern_choice(value: Any, name: str, default: Any) -> Callable[[str], Any]:
+    """Return the function from key to choice that a plain value or a mapping of patterns means.
+
+    Parameters
+    ----------
+    value : Any
+        One value for every key, or a mapping from pattern (``fnmatch`` style, first match wins) to value.
+    name : str
+        Argument name, for errors.
+    default : Any
+        Value for keys that no pattern matches.
+    """
+    if not isinstance(value, Mapping):
+        return lambda _key: value
+    for pattern in value:
+        if not isinstance(pattern, str):
+            msg = f"`{name}` maps patterns (str) to values, got the key {pattern!r}"
+            raise TypeError(msg)
+    items = list(value.items())
+
+    def choose(key: str) -> Any:
+        return next((v for pattern, v in items if fnmatchcase(key, pattern)), default)
+
+    return choose

@@ -183,7 +183,8 @@ class Communicator:
         self, reduction: Reduction, tree: Any, *, out: Any = None, error: BaseException | None = None
     ) -> Any:
         """Run one call of a reduction and return its result; with ``error``, let every rank raise it."""
-        with self._exclusive():
+        # The caller's error state is his own: numbers out of range are data here, on every rank.
+        with self._exclusive(), np.errstate(all="ignore"):
             attempt = reduction.start(None if error else tree, self._place, out=out)
             attempt.call.communicator = self._number
             attempt.call.error = error or attempt.call.error
@@ -253,14 +254,7 @@ class Communicator:
         signature = (op, chosen, exact_below, nonfinite)
         reduction = self._reductions.pop(signature, None)
         if reduction is None:
-            options = Options(
-                lambda _: chosen,
-                lambda _: op,
-                exact_below=exact_below,
-                nonfinite=nonfinite,
-                choices=f"codec={chosen!r}, op={op!r}",
-            )
-            reduction = Reduction(options)
+            reduction = Reduction(Options.single(chosen, op, False, exact_below, nonfinite))
             while len(self._reductions) >= REDUCTIONS:
                 self._reductions.pop(next(iter(self._reductions)))
         self._reductions[signature] = reduction

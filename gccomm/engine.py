@@ -108,7 +108,7 @@ class Job:
         pieces = plan.agree_words or [0]
         scales = sum(pieces) if whole else max(pieces)
         self.agree = _scratch(HEADER_WORDS + max(scales, SCALE_WORDS))
-        self.room = max((sum(x.message_room for x in piece) for piece in plan.pieces), default=0)
+        self.room = max((sum(_room(x) for x in piece) for piece in plan.pieces), default=0)
         self.words = _scratch(max(SUM_WORDS + self.room + 2, MESSAGE_WORDS))
 
     def _sketch(self) -> None:
@@ -120,6 +120,11 @@ class Job:
     def start(self, x: Operand) -> Running:
         """Start the codec of an operand."""
         return Running(x, self.context, [self.states.get(s.leaf) for s in x.segments])
+
+
+def _room(x: Operand) -> int:
+    """Return how many words an operand's sum takes, those of its sketch included."""
+    return x.message_room + (len(x.sketch.words) if x.sketch is not None else 0)
 
 
 def _scratch(count: int) -> Words:
@@ -198,6 +203,7 @@ class _Engine:
         job.agree[self.end : MESSAGE_WORDS] = 0
 
     def run(self, call: Call) -> Generator[Transfer, None, Outcome]:
+        """Agree, reduce all buckets and report; yields what is to be transferred."""
         outcome = Outcome(stats=self.stats)
         self.tag = _tag(call)
         outcome.error = yield from self._summed_round(call) if self.summed else self._first_round(call)

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from gccomm.checks import check_options, integer
+from gccomm.checks import check_options, integer, pattern_choice
 from gccomm.codecs import Codec, get_codec
 from gccomm.communicator import Communicator
-from gccomm.reduction import KeyState, Options, Reduction, known_from, pattern_choice, state_from
+from gccomm.reduction import KeyState, Options, Reduction
+from gccomm.remembered import known_from, state_from
 from gccomm.stats import Stats
 
 __all__ = ["Reducer"]
@@ -38,7 +39,7 @@ class Reducer:
         unbiased ones. The residual is in the units of the input: feed gradients with the loss scale already
         divided out.
     bucket_bytes : int
-        Most bytes of input fused into one message; results do not depend on it.
+        Most bytes of input fused into one message; sums of integer lanes do not depend on it.
     exact_below : int
         Arrays with fewer coordinates travel exactly, in two words a coordinate.
     seed : int
@@ -167,10 +168,11 @@ class Reducer:
         residuals = {key: np.array(value) for key, value in state["residuals"].items()}
         states = {key: state_from(key, value) for key, value in state["states"].items()}
         self._reduction.check_states(states)
-        self._reduction.step = integer("step", state["step"], "a number of steps", 0)
-        self._reduction.known, self._reduction.residuals = known, residuals
-        self._reduction.states = {}
-        self._reduction.set_states(states)
+        step = integer("step", state["step"], "a number of steps", 0)
+        with self.comm.lock:  # not while a step is on its way
+            self._reduction.step = step
+            self._reduction.known, self._reduction.residuals = known, residuals
+            self._reduction.replace_states(states)
 
     def __repr__(self) -> str:
         return f"<gccomm.Reducer number {self._reduction.reducer}, step {self.step}, on {self.comm!r}>"

@@ -8,12 +8,10 @@ it.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +23,9 @@ from gccomm.codecs.exact import Integers, TwoWords
 from gccomm.engine import Job, Outcome, reduce
 from gccomm.errors import NegotiationError, NonFiniteError
 from gccomm.lanes import rank_shift
-from gccomm.layout import ITEM_BYTES, PIECE_COORDINATES, LeafSpec
+from gccomm.layout import PIECE_COORDINATES, LeafSpec
 from gccomm.plan import Plan
+from gccomm.remembered import STORAGE, KeyState, Known, Leaf
 from gccomm.stats import Measured
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
@@ -37,16 +36,12 @@ __all__ = [
     "Options",
     "Place",
     "Reduction",
-    "known_from",
-    "pattern_choice",
-    "state_from",
 ]
 
 STREAM_BYTES = 8 << 20  # results larger than this are written past the caches
 PLAN_CACHE = 16
 FIRST_MEASURED = 3  # steps in which errors are measured, before every few
 FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
-_STORAGE = {"bfloat16": np.dtype(np.uint16)}
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
 
 
@@ -80,44 +75,21 @@ class Options:
     measure: int = 0  # errors in every so many steps, and the first ones; 0: never
     choices: str = ""
 
+    @classmethod
+    def single(
+        cls, codec: Codec, op: str, feedback: bool, exact_below: int, nonfinite: str, **more: Any
+    ) -> Options:
+        """Return options whose codec, operation and feedback are the same for all keys."""
+        choices = f"codec={codec!r}, op={op!r}"
+        ways = (lambda _key: codec, lambda _key: op, lambda _key, _codec: feedback)
+        return cls(*ways, exact_below, nonfinite, choices=choices, **more)
+
     def text(self) -> str:
         """Return the options that neither a leaf nor ``choices`` carries, for the agreement."""
         return (
             f"exact_below={self.exact_below}, nonfinite={self.nonfinite!r}, seed={self.seed}, "
             f"bucket_bytes={self.bucket_bytes}, piece_coordinates={self.piece_coordinates}"
         )
-
-
-class _Leaf(NamedTuple):
-    """What a call's plan depends on, for one leaf."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    row_shape: tuple[int, ...]
-    device: str
-
-    @property
-    def size(self) -> int:
-        """Coordinates."""
-        return math.prod(self.row_shape)
-
-
-class Known(NamedTuple):
-    """What is remembered of a key: layout, the way to make a result, and whether a checkpoint says so."""
-
-    leaf: _Leaf
-    wrap: Callable[[Buffer], Any]
-    restored: bool = False
-
-
-class KeyState(NamedTuple):
-    """What a codec has adapted for a key, and for which layout and codec it holds."""
-
-    dtype: str
-    row_shape: tuple[int, ...]
-    codec: str
-    values: State
 
 
 class Reduction:
@@ -147,17 +119,28 @@ class Reduction:
 
     def set_states(self, states: Mapping[str, KeyState]) -> None:
         """Take over states by key; those of other keys stay."""
-        self.states.update(states)
-        self._adapted = None
+        if states:
+            self.states.update(states)
+            self._adapted = None
+
+    def replace_states(self, states: Mapping[str, KeyState]) -> None:
+        """Take over these states in place of all."""
+        self.states, self._adapted = dict(states), None
 
     def check_states(self, states: Mapping[str, KeyState]) -> None:
-        """Raise ValueError for a state of a key's own codec that it could not go on with."""
+        """Raise ValueError for a state that a key's own codec could not go on with; warn of one of another
+        codec, which is left aside.
+        """
         for key, state in states.items():
             codec = self.options.codec(key)
             if codec.fingerprint != state.codec:
-                continue  # it is left aside: the key starts anew
+                warnings.warn(
+                    f"what {state.codec} adapted for {key!r} is of no use to {codec.fingerprint}, which starts anew",
+                    stacklevel=3,
+                )
+                continue
             try:
-                codec.check_state(state.values, state.row_shape)
+                codec.check_state(state.values, state.dtype, state.row_shape)
             except (TypeError, ValueError, KeyError) as error:
                 msg = f"what {codec!r} adapted for {key!r} is malformed ({type(error).__name__}: {error})"
                 raise ValueError(msg) from error
@@ -184,7 +167,7 @@ class Reduction:
             attempt.call.error = error
         return attempt
 
-    def plan(self, leaves: Sequence[_Leaf], nones: tuple[str, ...], size: int) -> Plan:
+    def plan(self, leaves: Sequence[Leaf], nones: tuple[str, ...], size: int) -> Plan:
         """Return the plan for these leaves, from the cache where the layout was seen before."""
         options = self.options
         signature = (tuple(leaves), nones, size)
@@ -197,7 +180,7 @@ class Reduction:
         self._plans[signature] = plan  # most recently used last
         return plan
 
-    def _spec(self, leaf: _Leaf) -> LeafSpec:
+    def _spec(self, leaf: Leaf) -> LeafSpec:
         codec, op = self.options.codec(leaf.key), self.options.op(leaf.key)
         if leaf.dtype not in FLOATS:
             if op == "mean":
@@ -227,13 +210,15 @@ class Attempt:
         )
         self.job: Job | None = None
         self._plan: Plan | None = None
-        self._leaves: list[_Leaf] = []
+        self._leaves: list[Leaf] = []
         self._views: list[arrays.View | None] = []  # None where this rank has no value for a known key
         self._slots: list[int] = []  # position of each leaf among the tree's leaves
         self._values: list[Any] = []
         self._results: list[Buffer] = []
         self._outs: list[arrays.View | None] = []
         self._residuals: dict[str, Buffer] = {}
+        self._old_residuals: list[Buffer] = []  # kernels have only their addresses
+        self._changed: list[str] = []  # leaves whose residual starts again
         self._treedef: Any = None
         self._absent: set[int] = set()  # leaves that no rank has a value for
 
@@ -275,7 +260,7 @@ class Attempt:
                     if not key or type(error) not in (TypeError, ValueError, BufferError, OverflowError):
                         raise
                     raise type(error)(f"array {key!r}: {error}") from error
-                self._leaves.append(_Leaf(key, view.dtype, view.shape, view.row_shape, view.device))
+                self._leaves.append(Leaf(key, view.dtype, view.shape, view.row_shape, view.device))
                 self._views.append(view)
             elif key in self.reduction.known:
                 self._leaves.append(self.reduction.known[key].leaf)
@@ -339,12 +324,12 @@ class Attempt:
                 found[i] = state.values
         return found
 
-    def _result(self, i: int, leaf: _Leaf, spec: LeafSpec, integers: bool) -> Buffer:
+    def _result(self, i: int, leaf: Leaf, spec: LeafSpec, integers: bool) -> Buffer:
         """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""
         out = self._outs[i]
         if out is not None and not integers and not self._collides(i, out, spec):
             return out.data
-        dtype = _STORAGE.get(leaf.dtype) or np.dtype(leaf.dtype)
+        dtype = STORAGE.get(leaf.dtype) or np.dtype(leaf.dtype)
         return kernels.pool_empty(leaf.size * dtype.itemsize).view(dtype)
 
     def _collides(self, i: int, out: arrays.View, spec: LeafSpec) -> bool:
@@ -359,18 +344,17 @@ class Attempt:
         others = (o for j, o in enumerate(self._outs) if o is not None and j != i)
         return read or any(arrays.overlaps(out, o) for o in others)
 
-    def _residual(self, leaf: _Leaf) -> tuple[int, int]:
+    def _residual(self, leaf: Leaf) -> tuple[int, int]:
         """Return the addresses of a key's residual and of the memory for the next one."""
         dtype = np.dtype(np.float64 if leaf.dtype == "float64" else np.float32)
         size = leaf.size
-        old = self.reduction.residuals.get(leaf.key)
-        if old is not None and (old.size != size or old.dtype != dtype):
-            warnings.warn(
-                f"the array {leaf.key!r} changed to {leaf.dtype}{list(leaf.shape)}: its error-feedback "
-                "residual starts again from zero",
-                stacklevel=7,
-            )
+        old, known = self.reduction.residuals.get(leaf.key), self.reduction.known.get(leaf.key)
+        same = known is None or known.leaf.row_shape == leaf.row_shape
+        if old is not None and not (same and old.size == size and old.dtype == dtype):
+            self._changed.append(f"{leaf.key!r} changed to {leaf.dtype}{list(leaf.shape)}")
             old = None
+        if old is not None:
+            self._old_residuals.append(old)
         new = kernels.pool_empty(size * dtype.itemsize).view(dtype)
         self._residuals[leaf.key] = new
         return (kernels.address(old) if old is not None and size else 0), kernels.address(new)
@@ -411,6 +395,7 @@ class Attempt:
         self.release()
         if outcome.error is not None:
             raise outcome.error
+        found = self._next_states(outcome.parts, states) if self.reduction.remember else {}
         self.reduction.step += 1
         if outcome.stats.error:
             self.reduction.error = outcome.stats.error
@@ -421,20 +406,28 @@ class Attempt:
             }
         lost = {self._leaves[i].key for i in self._absent}
         self.reduction.residuals.update((k, v) for k, v in self._residuals.items() if k not in lost)
-        if self.reduction.remember and outcome.parts:
-            self._adapt(outcome.parts, states, lost)
+        self.reduction.set_states({k: v for k, v in found.items() if k not in lost})
+        if self._changed:
+            changes = (
+                f"the array {', '.join(self._changed)}: its error-feedback residual starts again from zero"
+            )
+            warnings.warn(changes, stacklevel=6)
 
-    def _adapt(self, parts: Mapping[int, list[Any]], states: Mapping[int, State], lost: set[str]) -> None:
-        """Let codecs make their next states."""
+    def _next_states(
+        self, parts: Mapping[int, list[Any]], states: Mapping[int, State]
+    ) -> dict[str, KeyState]:
+        """Let codecs make their next states, before anything is taken over."""
+        found: dict[str, KeyState] = {}
+        if not parts:
+            return found
         assert self._plan is not None
-        found = {}
         for leaf, returned in parts.items():
             spec = self._plan.specs[leaf]
             values = spec.route.next_state(states.get(leaf), returned)
-            if values is not None and spec.key not in lost:
+            if values is not None:
                 layout = spec.dtype, spec.row_shape, spec.route.fingerprint
                 found[spec.key] = KeyState(*layout, values)
-        self.reduction.set_states(found)
+        return found
 
     def deliver(self) -> Any:
         """Return the result tree. What fails here (a full memory, say) fails on this rank alone."""
@@ -465,88 +458,6 @@ class Attempt:
         return view.wrap(result)
 
 
-def known_from(key: str, layout: Sequence[Any]) -> Known:
-    """Return the entry of ``Reduction.known`` for a layout out of a checkpoint; results are NumPy arrays.
-
-    Raises
-    ------
-    ValueError
-        The layout is malformed.
-    """
-    try:
-        dtype, shape, row_shape, device = layout
-        leaf = _Leaf(key, str(dtype), tuple(map(int, shape)), tuple(map(int, row_shape)), str(device))
-        if leaf.dtype not in ITEM_BYTES or min((*leaf.shape, *leaf.row_shape), default=0) < 0:
-            raise ValueError("unknown dtype or negative extent")
-        template = np.zeros(1, _STORAGE.get(leaf.dtype) or leaf.dtype)
-    except (TypeError, ValueError) as error:
-        msg = f"the layout of {key!r} is malformed: {layout!r} ({error})"
-        raise ValueError(msg) from error
-    wide = leaf.row_shape != leaf.shape
-    user = np.result_type(template, np.complex64) if wide else template.dtype
-    if leaf.dtype == "bfloat16":
-        with suppress(ImportError):
-            import ml_dtypes
-
-            user = np.dtype(ml_dtypes.bfloat16)
-    return Known(leaf, lambda result: result.view(user).reshape(leaf.shape), restored=True)
-
-
-def state_from(key: str, saved: Any) -> KeyState:
-    """Return the entry of ``Reduction.states`` for what a checkpoint holds.
-
-    Raises
-    ------
-    ValueError
-        The state is malformed.
-    """
-    try:
-        shape = tuple(map(int, saved["row_shape"]))
-        values = {str(k): _plain(v) for k, v in saved["values"].items()}
-        return KeyState(str(saved["dtype"]), shape, str(saved["codec"]), values)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        msg = f"what a codec adapted for {key!r} is malformed: {saved!r} ({type(error).__name__}: {error})"
-        raise ValueError(msg) from error
-
-
-def _plain(value: Any) -> Any:
-    """Return a state's value, arrays copied; numbers that a checkpoint library made arrays become numbers."""
-    if isinstance(value, bool | int | float | str):
-        return value
-    array = np.array(value)
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"{value!r} is neither a number, a text nor an array")
-    return array if array.ndim else array.item()
-
-
 def _names(keys: Iterable[str]) -> str:
     """Return keys for an error's text; a bare array has the empty key."""
     return ", ".join(repr(key) if key else "the array" for key in sorted(set(keys)))
-
-
-def pattern_choice(value: Any, name: str, default: Any) -> Callable[[str], Any]:
-    """Return the function from key to choice that a plain value or a mapping of patterns means.
-
-    Parameters
-    ----------
-    value : Any
-        One value for every key, or a mapping from pattern (``fnmatch`` style, first match wins) to value.
-    name : str
-        Argument name, for errors.
-    default : Any
-        Value for keys that no pattern matches.
-    """
-    from fnmatch import fnmatchcase
-
-    if not isinstance(value, Mapping):
-        return lambda _key: value
-    for pattern in value:
-        if not isinstance(pattern, str):
-            msg = f"`{name}` maps patterns (str) to values, got the key {pattern!r}"
-            raise TypeError(msg)
-    items = list(value.items())
-
-    def choose(key: str) -> Any:
-        return next((v for pattern, v in items if fnmatchcase(key, pattern)), default)
-
-    return choose

@@ -62,6 +62,7 @@ class Sketch:
         self.steps = np.zeros(x.blocks, dtype=np.longdouble)
         self.starts = np.cumsum(x.lengths) - x.lengths
         self.errors = np.empty(x.coordinates, dtype=np.float64 if x.float64 else np.float32)
+        self.done = False
         self.lent = not x.feedback
         if self.lent:
             self._lend()
@@ -77,10 +78,16 @@ class Sketch:
         """Stop that."""
         if self.lent:
             self.x.table["res_out"] = 0
+        self.errors = self.errors[:0].copy()
 
     def project(self, scales: Words, ratios: Any) -> None:
-        """Write the projections of all blocks, just encoded, in units of their steps (ratio times scale)."""
-        x = self.x
+        """Write the projections of all blocks, just encoded, in units of their steps (ratio times scale).
+
+        Once: blocks may be encoded again for other reasons.
+        """
+        if self.done:
+            return
+        self.done, x = True, self.x
         finite = np.where(x.nonfinite_scales(scales), np.uint32(0), scales)
         self.steps = x.scale_values(finite).astype(np.longdouble) * ratios
         self.top = self.steps.max(initial=0)

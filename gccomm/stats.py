@@ -26,7 +26,7 @@ class Measured:
 
     def take(self, x: Operand) -> None:
         """Take in what an operand's encoding and decoding left behind."""
-        if x.sketch is not None and x.samples:
+        if x.sketch is not None and x.samples and not x.clamps:  # the sketch sees no clamping
             self._taken.append((x, list(x.samples), x.sketch))
 
     def vnmse(self) -> float:

@@ -153,8 +153,8 @@ def float_sum(array: Buffer, dtype: FloatName | None = None) -> FloatSum:
 class OpSum:
     """Reduction of ``count`` uint32 words by one of the back end's own operations ("saturate:4", "exponent").
 
-    ``seed`` (uint32, equal on all ranks) keys the operation's noise. Every rank gets the same bits; they may
-    differ between back ends.
+    ``seed`` (uint32, equal on all ranks) keys the operation's noise. Every rank gets the same bits; they
+    depend on the order in which the back end adds, and so on pieces and fusion.
     """
 
     operation: str

@@ -30,30 +30,11 @@ def simulate(
     op: str = "sum",
     seed: int = 0,
     steps: int = 1,
-    *,
-    exact_below: int = 1024,
-    error_feedback: bool | None = None,
-    bucket_bytes: int = 25 << 20,
-    piece_coordinates: int = PIECE_COORDINATES,
-    nonfinite: str = "propagate",
-    one_host: bool = True,
+    **options: Any,
 ) -> tuple[list[Any], list[Stats]]:
-    """Reduce over virtual ranks in lockstep: the code of a real run, without processes.
+    """Reduce over virtual ranks in lockstep, and return what the last step gave.
 
-    Besides, every final sum of a lane is compared with the lane's range (not each rank's own value).
-
-    Parameters
-    ----------
-    xs : sequence, or function from step to sequence
-        One array or tree per virtual rank.
-    codec, op, seed, exact_below, error_feedback, bucket_bytes, nonfinite
-        As of :class:`gccomm.Reducer`.
-    steps : int
-        How many steps to run, from step 0 on.
-    piece_coordinates : int
-        Most coordinates of a piece; results do not depend on it.
-    one_host : bool
-        Agree piece by piece, as ranks that share a host do.
+    Arguments and errors are those of :func:`simulate_steps`.
 
     Returns
     -------
@@ -61,28 +42,10 @@ def simulate(
         Results of the last step, one per rank.
     stats : list of Stats
         Figures of the last step, one per rank.
-
-    Raises
-    ------
-    OverflowError
-        A lane's sum left its range: a fault of the codec (also raised, as on all ranks, for sums that an
-        integer dtype cannot hold).
     """
     ys: list[Any] = []
     stats: list[Stats] = []
-    for _, _, ys, stats in simulate_steps(  # noqa: B007  (those of the last step are returned)
-        xs,
-        codec,
-        op,
-        seed,
-        steps,
-        exact_below=exact_below,
-        error_feedback=error_feedback,
-        bucket_bytes=bucket_bytes,
-        piece_coordinates=piece_coordinates,
-        nonfinite=nonfinite,
-        one_host=one_host,
-    ):
+    for _, _, ys, stats in simulate_steps(xs, codec, op, seed, steps, **options):  # noqa: B007
         pass
     return ys, stats
 
@@ -101,15 +64,34 @@ def simulate_steps(
     nonfinite: str = "propagate",
     one_host: bool = True,
 ) -> Iterator[tuple[int, Sequence[Any], list[Any], list[Stats]]]:
-    """Reduce as :func:`simulate` does, and hand out every step as it ends.
+    """Reduce over virtual ranks in lockstep, the code of a real run without processes, step by step.
 
-    Arguments and errors are those of :func:`simulate`. Arguments are checked in the call itself, where a
-    function is also asked for the inputs of step 0; a step is computed when it is asked for.
+    Besides, every final sum of a lane is compared with the lane's range. Arguments are checked in the call
+    itself, where a function is also asked for the inputs of step 0; a step is computed when it is asked for.
+
+    Parameters
+    ----------
+    xs : sequence, or function from step to sequence
+        One array or tree per virtual rank.
+    codec, op, seed, exact_below, error_feedback, bucket_bytes, nonfinite
+        As of :class:`gccomm.Reducer`.
+    steps : int
+        How many steps to run, from step 0 on.
+    piece_coordinates : int
+        Most coordinates of a piece; the results of lane codecs do not depend on it.
+    one_host : bool
+        Agree piece by piece, as ranks that share a host do.
 
     Returns
     -------
     iterator of (step, inputs, ys, stats)
         The step's number, and its inputs, results and figures, one per rank.
+
+    Raises
+    ------
+    OverflowError
+        A lane's sum left its range: a fault of the codec (also raised, as on all ranks, for sums that an
+        integer dtype cannot hold).
     """
     exact_below = check_options(op, exact_below, nonfinite)
     integer("bucket_bytes", bucket_bytes, "a number of bytes", 1)
@@ -118,17 +100,8 @@ def simulate_steps(
     integer("steps", steps, "a number of steps", 1)
     chosen = get_codec(codec)
     feedback = chosen.biased if error_feedback is None else error_feedback
-    options = Options(
-        lambda _key: chosen,
-        lambda _key: op,
-        lambda _key, _codec: feedback,
-        exact_below,
-        nonfinite,
-        seed,
-        bucket_bytes,
-        piece_coordinates,
-        measure=1,
-    )
+    sizes = {"bucket_bytes": bucket_bytes, "piece_coordinates": piece_coordinates}
+    options = Options.single(chosen, op, feedback, exact_below, nonfinite, seed=seed, measure=1, **sizes)
     first = list(xs(0) if callable(xs) else xs)
     if not first:
         msg = "`xs` must hold one array or tree for each virtual rank, got none"
@@ -155,9 +128,10 @@ def _steps(
 def _step(
     reductions: Sequence[Reduction], inputs: Sequence[Any], places: Sequence[Place]
 ) -> tuple[list[Any], list[Stats]]:
-    attempts = [r.start(x, p) for r, x, p in zip(reductions, inputs, places, strict=True)]
-    outcomes = _lockstep([a.transfers() for a in attempts])
-    return _finish(attempts, outcomes), [o.stats for o in outcomes]
+    with np.errstate(all="ignore"):  # as in a call
+        attempts = [r.start(x, p) for r, x, p in zip(reductions, inputs, places, strict=True)]
+        outcomes = _lockstep([a.transfers() for a in attempts])
+        return _finish(attempts, outcomes), [o.stats for o in outcomes]
 
 
 def _finish(attempts: Sequence[Attempt], outcomes: Sequence[Outcome]) -> list[Any]:

@@ -237,6 +237,25 @@ def test_threads_give_the_bits_of_lockstep(row: Row) -> None:
             assert_within(row, xs, y, key.split()[0], "mean", key)
 
 
+@over(ROWS)
+@pytest.mark.parametrize("scale", [1e-320, 1e-40, 1.0, 1e36, 1e300])
+def test_a_rank_whose_numpy_raises_gives_the_same_bits(row: Row, scale: float) -> None:
+    """What a program does about its own floating-point errors is none of the reduction's business."""
+    dtype = "float32" if 1e-45 < scale < 1e39 else "float64"
+    trees = [{KEY: x} for x in row.draw(2, 3, dtype, scale)]
+    trees[1][KEY].reshape(-1)[7::1500] = 0
+
+    def program(comm: gccomm.Communicator, state: str) -> tuple[Any, ...]:
+        reducer = gccomm.Reducer(row.make(), comm=comm, exact_below=row.exact_below)
+        with np.errstate(all=state if comm.rank == 1 else "warn"):  # type: ignore[arg-type]
+            return tuple(reducer(trees[comm.rank]) for _ in range(3))
+
+    plain = testing.run(lambda comm: program(comm, "warn"), 2)
+    for found in testing.run(lambda comm: program(comm, "raise"), 2):
+        for y, expected in zip(found, plain[0], strict=True):
+            assert_same_bits(y, expected)
+
+
 # Refusals
 
 

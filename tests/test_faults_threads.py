@@ -106,6 +106,39 @@ def test_two_threads_that_share_a_reducer_are_served_one_after_the_other():
     comm.close()
 
 
+def test_a_state_is_loaded_between_two_calls_and_not_within_one():
+    """The call that is on its way writes into the residuals it started with."""
+    comm = gccomm.init("local")
+    reducer = gccomm.Reducer("uniform:wire_bits=4", comm=comm, op="sum", error_feedback=True)
+    x = np.linspace(-1, 1, 3000, dtype=F4)
+    reducer({"w": x})
+    state = reducer.state_dict()
+    expected = reducer({"w": x})["w"]
+    reducer.load_state_dict(state)
+    inside, loaded = threading.Event(), threading.Event()
+    original = comm._backend.sum_words
+
+    def sum_words(words):
+        inside.set()
+        assert not loaded.wait(0.2)
+        original(words)
+
+    def load():
+        inside.wait()
+        reducer.load_state_dict(state)
+        loaded.set()
+
+    comm._backend.sum_words = sum_words
+    thread = threading.Thread(target=load)
+    thread.start()
+    np.testing.assert_array_equal(reducer({"w": x})["w"], expected)
+    del comm._backend.sum_words
+    thread.join()
+    assert reducer.step == state["step"]
+    np.testing.assert_array_equal(reducer({"w": x})["w"], expected)
+    comm.close()
+
+
 def test_threads_of_a_rank_may_each_have_a_communicator():
     def work(comm):
         parts = [comm.split(0) for _ in range(2)]

@@ -163,6 +163,7 @@ def test_malformed_states_of_codecs_are_refused(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", STATEFUL)
 @pytest.mark.parametrize("other", STATEFUL)
+@pytest.mark.filterwarnings("ignore:what .* adapted for 'w'")
 def test_states_of_other_codecs_are_left_aside(codec: str, other: str) -> None:
     """On one rank only they are a mismatch for all; on all ranks the key starts anew."""
     x = {"w": np.random.default_rng(0).standard_normal((40, 100)).astype(np.float32)}
@@ -183,3 +184,12 @@ def test_states_of_other_codecs_are_left_aside(codec: str, other: str) -> None:
     if codec != other:
         for y in gccomm.testing.run(program, ranks=2):
             assert np.isfinite(y).all()
+
+
+def test_the_state_of_another_codec_is_named() -> None:
+    """Both codecs and the key: the checkpoint is likely of another run."""
+    x = {"w": np.ones((40, 100), np.float32)}
+    old = Reducer("intsgd")
+    old(x)
+    with pytest.warns(UserWarning, match=r"intsgd.* adapted for 'w' is of no use to .*powersgd"):
+        Reducer("powersgd").load_state_dict(old.state_dict())

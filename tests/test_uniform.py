@@ -81,7 +81,6 @@ def test_variance_is_n_plus_1_twelfths_of_the_squared_step(n: int) -> None:
     xs, y, _ = gaussian_run(8, n)
     expected = (n + 1) / 12 * BLOCK * float(np.sum(steps_of(xs, 8) ** 2))
     assert squared_error(xs, y) == pytest.approx(expected, rel=0.1)
-    assert Uniform(8).noise(n) == (n + 1) / 12
 
 
 @pytest.mark.parametrize(("width", "n"), [(4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (8, 64)])

@@ -116,10 +116,10 @@ class Codec(ABC):
         del parts
         return old
 
-    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+    def check_state(self, state: State, dtype: str, row_shape: Sequence[int]) -> None:
         """Raise ValueError, KeyError or TypeError for a state of this codec that a checkpoint cannot hold.
 
-        ``row_shape`` is the shape of the key's array, complex numbers as pairs.
+        ``dtype`` and ``row_shape`` are those of the key's array, complex numbers as pairs.
         """
 
     def state_text(self, state: State) -> str:
@@ -146,13 +146,6 @@ class Codec(ABC):
 
     def require_feedback(self, size: int) -> None:
         """Raise NegotiationError where error feedback over ``size`` ranks would not stay bounded."""
-
-    def noise(self, size: int) -> float | None:
-        """Return the variance of a sum's coordinate in units of step^2, or None where it is not known in
-        advance.
-        """
-        del size
-        return None
 
     def config(self) -> dict[str, Any]:
         """Return ``{"id": ..., option: value, ...}``, which round-trips through JSON and ``get_codec``."""

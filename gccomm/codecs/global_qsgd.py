@@ -43,7 +43,7 @@ class GlobalQSGD(QSGDMaxNorm):
         Lane width w: 2, 3, 4, 5, 6, 8, 10 or 16; at most 2^(w-1) - 1 ranks. Exponential dithering has 8 and
         any number of ranks.
     dithering : str
-        "standard" or "exponential". Bits of exponential results may differ between back ends.
+        "standard" or "exponential". An exponential result depends on how the back end adds, piece by piece.
 
     Notes
     -----

@@ -28,7 +28,6 @@ import numpy.typing as npt
 from gccomm.kernels.reference.hashing import block_keys, coordinate_hash
 from gccomm.lanes import FIXED_POINT, safe_limit
 from gccomm.layout import BLOCK, SPAN
-from gccomm.operand import Sample
 from gccomm.steps import Agree, Context, Energies, Redo, Steps, Sum, Words
 
 if TYPE_CHECKING:
@@ -146,6 +145,7 @@ def checked_steps(x: Operand, ratios: Sequence[float], ctx: Context, width: int,
     yield Sum(x.blocks, run.size, run.encode, run.decode)
     if run.failed:
         run.scales = scales.copy()  # its memory serves the next piece
+        x.sketch = None  # energies of wide lanes are too coarse to compare its errors with
         yield Redo(tuple(run.failed), run.wide_size, run.wide_encode, run.wide_decode, run.wide_lanes)
     return run.learn(energies)
 
@@ -290,8 +290,10 @@ class _Checked:
     def learn(self, energies: Words) -> list[Learnt]:
         """Return what each segment's sum says about its key's c."""
         x, n = self.x, self.ctx.size
-        redone = self._leave_out()
-        energy, _ = x.measured(x.samples)
+        redone = np.zeros(x.blocks, dtype=bool)
+        for lo, hi in self.failed:
+            redone[lo:hi] = True
+        energy = np.where(redone, 0, x.measured(x.samples)[0])
         bad = x.nonfinite_scales(self.scales)
         values = x.scale_values(np.where(bad, np.uint32(0), self.scales))
         exponents = np.frexp(values)[1]
@@ -318,15 +320,6 @@ class _Checked:
                 )
             )
         return found
-
-    def _leave_out(self) -> npt.NDArray[np.bool_]:
-        """Forget the energies of redone spans, whose lanes were wrong; return which blocks those are."""
-        x, redone = self.x, np.zeros(self.x.blocks, dtype=bool)
-        for lo, hi in self.failed:
-            redone[lo:hi] = True
-            nothing = np.zeros(hi - lo, dtype=np.uint32)
-            x.samples.append(Sample(lo, hi, nothing, self.width, nothing, 0.0, 1))
-        return redone
 
 
 def _in_order(values: Floats) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from gccomm.codecs.clamps import count_clamped
 from gccomm.codecs.stochastic import LEVEL_LOST, restore, spread, whole_levels
 from gccomm.errors import NegotiationError
 from gccomm.lanes import FIXED_POINT, lanes
+from gccomm.operand import INFINITY_32, INFINITY_64
 from gccomm.steps import Agree, Context, Lanes, Steps, Sum, Words
 
 if TYPE_CHECKING:
@@ -117,13 +117,16 @@ class IntSGD(Codec):
         yield Sum(x.blocks, run.size, run.encode, run.decode, run.lanes)
         return run.observed()
 
-    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+    def check_state(self, state: State, dtype: str, row_shape: Sequence[int]) -> None:
         """Raise ValueError unless it holds a mean square, a scale word and whether to agree again."""
         del row_shape
-        for name in ("r", "scale"):
-            value = state[name]
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"`{name}` is {value!r}, not a number from 0 on")
+        r, scale = state["r"], state["scale"]
+        if not isinstance(r, int | float) or not 0 <= r < math.inf:
+            raise ValueError(f"`r` is {r!r}, not a number from 0 on")
+        if not isinstance(scale, int) or not 0 <= scale < (
+            INFINITY_64 if dtype == "float64" else INFINITY_32
+        ):
+            raise ValueError(f"`scale` is {scale!r}, not the scale word of a finite {dtype} number")
         if state["agree"] not in (True, False):
             raise ValueError(f"`agree` is {state['agree']!r}, not a bool")
 
@@ -144,7 +147,7 @@ def _fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         msg = f"`{name}` must be a number, got {value!r} of type {type(value).__name__}"
         raise TypeError(msg)
-    if not (isfinite(value) and 0 <= value < 1):
+    if not (math.isfinite(value) and 0 <= value < 1):
         msg = f"`{name}` must be a number from 0 to below 1, got {value!r}"
         raise ValueError(msg)
     return float(value)

@@ -131,8 +131,9 @@ class PowerSGD(Codec):
         """Return Q for the next step; the old one after a step that had none."""
         return old if parts[0] is None else parts[0]
 
-    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+    def check_state(self, state: State, dtype: str, row_shape: Sequence[int]) -> None:
         """Raise ValueError unless it holds Q of an array of this shape."""
+        del dtype
         q, shape = np.asarray(state["q"]), self._matrix(tuple(row_shape))
         if (
             shape is None

@@ -25,7 +25,7 @@ from gccomm.codecs.clamps import count_clamped
 from gccomm.errors import BackendError
 from gccomm.lanes import safe_limit
 from gccomm.layout import Geometry
-from gccomm.operand import NAN_64
+from gccomm.operand import INFINITY_32, INFINITY_64
 from gccomm.steps import Agree, Context, Steps, Sum, Words
 
 if TYPE_CHECKING:
@@ -56,10 +56,11 @@ def next_scales(observed: Sequence[Observed]) -> State:
     return {"scales": scales, "agree": any(x.agree for x in observed)}
 
 
-def check_prediction(state: State, row_shape: Sequence[int]) -> None:
-    """Raise ValueError unless ``state`` holds the predicted scales of an array of this shape."""
+def check_prediction(state: State, dtype: str, row_shape: Sequence[int]) -> None:
+    """Raise ValueError unless ``state`` holds the predicted scales of an array of this dtype and shape."""
+    infinity = INFINITY_64 if dtype == "float64" else INFINITY_32
     scales, blocks = np.asarray(state["scales"]), Geometry.of(row_shape).blocks
-    if scales.dtype != np.uint32 or scales.shape != (blocks,) or (scales >= NAN_64).any():
+    if scales.dtype != np.uint32 or scales.shape != (blocks,) or (scales >= infinity).any():
         raise ValueError(f"scales are {scales.dtype}{list(scales.shape)}, not finite uint32[{blocks}]")
     if state["agree"] not in (True, False):
         raise ValueError(f"`agree` is {state['agree']!r}, not a bool")

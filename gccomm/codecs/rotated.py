@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gccomm.checks import integer, one_of
-from gccomm.codecs.base import Codec, State, lane_width
+from gccomm.codecs.base import State
 from gccomm.codecs.clipping import block_gains, clipped_scales, threshold
 from gccomm.codecs.headroom import Rotating, checked_steps, next_ratio
 from gccomm.codecs.prediction import check_prediction, next_scales, predicted_steps
-from gccomm.codecs.uniform import PREDICTED_LEVELS, require_lanes, require_levels
-from gccomm.lanes import lanes, safe_limit
+from gccomm.codecs.shared import SharedDither
+from gccomm.lanes import safe_limit
 from gccomm.layout import MIN_PART
 from gccomm.steps import Agree, Context, Steps, Sum, Words
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Rotated"]
 
 
-class Rotated(Codec):
+class Rotated(SharedDither):
     """Rotate each block of 1024 coordinates at random, so that all of them are about as large, then quantise
     against the largest that any rank has, with shared dither that is subtracted again.
 
@@ -61,15 +61,13 @@ class Rotated(Codec):
     """
 
     id: ClassVar[str] = "rotated"
-    sketched = True
 
     def __init__(
         self, wire_bits: int = 8, headroom: str = "auto", rotations: int = 1, scales: str = "agreed"
     ) -> None:
-        self.wire_bits = lane_width(wire_bits)
+        super().__init__(wire_bits, scales)
         one_of("headroom", headroom, ("auto", "safe", "checked", "clipped"))
-        one_of("scales", scales, ("agreed", "predicted"))
-        self.headroom, self.scales = headroom, scales
+        self.headroom = headroom
         self.rotations = integer("rotations", rotations, "a number of rotations", 1, 2)
         if scales == "predicted" and headroom == "checked":
             msg = (
@@ -85,31 +83,9 @@ class Rotated(Codec):
         self.stateful = scales == "predicted" or headroom in ("auto", "checked")
         self.reencodes = scales == "agreed" and headroom in ("auto", "checked")
 
-    def require_size(self, size: int, item_bytes: int) -> None:
-        """Refuse more ranks than the lane has fixed-point room for."""
-        del item_bytes
-        require_lanes(self.wire_bits, size)
-
-    def require_feedback(self, size: int) -> None:
-        """Refuse steps that are not smaller than the block's maximum: residuals would grow for ever."""
-        require_levels(self.wire_bits, size, PREDICTED_LEVELS if self.scales == "predicted" else 1)
-
-    def weight(self, item_bytes: int) -> float:
-        """Return 1; with predicted scales 1/2: nothing is read twice, so larger pieces are better."""
-        del item_bytes
-        return 0.5 if self.scales == "predicted" else 1
-
-    def noise(self, size: int) -> float:
-        """Return n / 12."""
-        return size / 12
-
     def carried(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the lengths rounded up to multiples of 64, the smallest part that is rotated."""
         return -(-lengths // MIN_PART) * MIN_PART
-
-    def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return ceil(carried / lanes)."""
-        return -(-self.carried(lengths) // lanes(self.wire_bits))
 
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on the maxima of rotated blocks, then sum lanes."""
@@ -124,50 +100,46 @@ class Rotated(Codec):
         return self._safe(x, ctx)
 
     def _safe(self, x: Operand, ctx: Context) -> Steps:
-        width, limit, rotations = self.wire_bits, safe_limit(self.wire_bits, ctx.size), self.rotations
-        source = Rotating(x, ctx, rotations)
+        source = Rotating(x, ctx, self.rotations)
         scales = yield Agree(x.blocks, source.maxima)
         assert scales is not None
-        yield Sum(
-            x.blocks,
-            x.size,
-            lambda lo, hi, out: source.encode(lo, hi, out, scales, width, limit, ctx),
-            lambda lo, hi, words: x.decode(
-                lo, hi, words, scales, width, limit, ctx, subtract=True, rotations=rotations
-            ),
-            lambda lo, hi: ((0, x.size(lo, hi), width),),
-        )
+        yield self._sum(x, source, scales, ctx, lambda: None)
 
     def _clipped(self, x: Operand, ctx: Context) -> Steps:
-        width, limit, rotations = self.wire_bits, safe_limit(self.wire_bits, ctx.size), self.rotations
-        source, most = Rotating(x, ctx, rotations), threshold(self.wire_bits, ctx.size)
+        source, most = Rotating(x, ctx, self.rotations), threshold(self.wire_bits, ctx.size)
         own, energy = np.empty((2, x.blocks), dtype=np.uint32)
 
         def fill(out: Words) -> None:
             source.maxima(own, energy)
             out[:] = clipped_scales(x, own, energy, most)
 
-        def encode(lo: int, hi: int, out: Words) -> None:
-            assert scales is not None
-            gains = block_gains(x, own, energy, scales)
-            source.encode(lo, hi, out, scales, width, limit, ctx, gains=gains)
-
         scales = yield Agree(x.blocks, fill)
         assert scales is not None
-        yield Sum(
+        yield self._sum(x, source, scales, ctx, lambda: block_gains(x, own, energy, scales))
+
+    def _sum(
+        self,
+        x: Operand,
+        source: Rotating,
+        scales: Words,
+        ctx: Context,
+        gains: Callable[[], npt.NDArray[np.float32] | None],
+    ) -> Sum:
+        width, limit = self.wire_bits, safe_limit(self.wire_bits, ctx.size)
+        return Sum(
             x.blocks,
             x.size,
-            encode,
+            lambda lo, hi, out: source.encode(lo, hi, out, scales, width, limit, ctx, gains=gains()),
             lambda lo, hi, words: x.decode(
-                lo, hi, words, scales, width, limit, ctx, subtract=True, rotations=rotations
+                lo, hi, words, scales, width, limit, ctx, subtract=True, rotations=self.rotations
             ),
             lambda lo, hi: ((0, x.size(lo, hi), width),),
         )
 
-    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+    def check_state(self, state: State, dtype: str, row_shape: Sequence[int]) -> None:
         """Raise ValueError unless it holds predicted scales, or a ratio of energies."""
         if self.scales == "predicted":
-            return check_prediction(state, row_shape)
+            return check_prediction(state, dtype, row_shape)
         ratio = state["ratio"]
         if not isinstance(ratio, int | float) or not 0 < ratio < math.inf:
             raise ValueError(f"`ratio` is {ratio!r}, not a positive number")

@@ -147,13 +147,6 @@ class THC(Codec):
         table = optimal_table(2**self.bits, self.grid(size), clamp)
         return expected_variance(table, clamp) + clamp_error(clamp)
 
-    def noise(self, size: int) -> float | None:
-        """Return n times a rank's mean squared error, for ranks that all have the largest norm; None where
-        sums saturate.
-        """
-        levels = self.grid(size) / (2 * clamp_of(self.overflow))
-        return None if self.saturate else size * self._error(size) * levels**2
-
     def carried(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the lengths rounded up to multiples of 64, the smallest part that is rotated."""
         return -(-lengths // MIN_PART) * MIN_PART

@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from gccomm.checks import one_of
-from gccomm.codecs.base import Codec, State, lane_width
+from gccomm.codecs.base import State
 from gccomm.codecs.prediction import check_prediction, next_scales, predicted_steps
-from gccomm.errors import NegotiationError
-from gccomm.lanes import FIXED_POINT, lanes, safe_limit
+from gccomm.codecs.shared import SharedDither
+from gccomm.lanes import safe_limit
 from gccomm.steps import Agree, Context, Steps, Sum
 
 if TYPE_CHECKING:
     from gccomm.operand import Operand
 
-__all__ = ["PREDICTED_LEVELS", "Uniform", "require_lanes", "require_levels"]
-
-PREDICTED_LEVELS = 2.25  # for error feedback: predicted steps are about twice as wide
+__all__ = ["Uniform"]
 
 
-class Uniform(Codec):
+class Uniform(SharedDither):
     """Quantise each block of at most 1024 coordinates against the largest magnitude that any rank has in it.
 
     With m the agreed maximum of a block, L = floor((2^(w-1) - 1) 2^16 / n) and D_r = (h + floor(p_r 2^16 /
@@ -49,35 +43,10 @@ class Uniform(Codec):
     """
 
     id: ClassVar[str] = "uniform"
-    sketched = True
 
     def __init__(self, wire_bits: int = 8, scales: str = "agreed") -> None:
-        self.wire_bits = lane_width(wire_bits)
-        one_of("scales", scales, ("agreed", "predicted"))
-        self.scales = scales
+        super().__init__(wire_bits, scales)
         self.stateful = scales == "predicted"
-
-    def require_size(self, size: int, item_bytes: int) -> None:
-        """Refuse more ranks than the lane has fixed-point room for."""
-        del item_bytes
-        require_lanes(self.wire_bits, size)
-
-    def require_feedback(self, size: int) -> None:
-        """Refuse steps that are not smaller than the block's maximum: residuals would grow for ever."""
-        require_levels(self.wire_bits, size, PREDICTED_LEVELS if self.scales == "predicted" else 1)
-
-    def weight(self, item_bytes: int) -> float:
-        """Return 1; with predicted scales 1/2: nothing is read twice, so larger pieces are better."""
-        del item_bytes
-        return 0.5 if self.scales == "predicted" else 1
-
-    def noise(self, size: int) -> float:
-        """Return (n + 1) / 12."""
-        return (size + 1) / 12
-
-    def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return ceil(length / lanes)."""
-        return -(-lengths // lanes(self.wire_bits))
 
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on block maxima, then sum lanes."""
@@ -97,30 +66,11 @@ class Uniform(Codec):
             lambda lo, hi: ((0, x.size(lo, hi), width),),
         )
 
-    def check_state(self, state: State, row_shape: Sequence[int]) -> None:
+    def check_state(self, state: State, dtype: str, row_shape: Sequence[int]) -> None:
         """Raise ValueError unless it holds predicted scales."""
-        check_prediction(state, row_shape)
+        check_prediction(state, dtype, row_shape)
 
     def next_state(self, old: State | None, parts: Sequence[Any]) -> State | None:
         """Return the next prediction of scales."""
         del old
         return next_scales(parts)
-
-
-def require_lanes(width: int, size: int) -> None:
-    """Raise NegotiationError where lanes of this width have no room for ``size`` ranks."""
-    try:
-        safe_limit(width, size)
-    except ValueError as error:
-        raise NegotiationError(str(error)) from None
-
-
-def require_levels(width: int, size: int, least: float = 1) -> None:
-    """Raise NegotiationError where error feedback diverges: a rank has no more than ``least`` levels."""
-    levels = safe_limit(width, size) / FIXED_POINT
-    if levels <= least:
-        msg = (
-            f"error feedback in lanes of {width} bits on {size} ranks would diverge: a rank has {levels:.2f} "
-            f"levels and needs more than {least:g}; use a larger wire_bits or error_feedback=False"
-        )
-        raise NegotiationError(msg)

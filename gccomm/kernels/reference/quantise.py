@@ -115,6 +115,19 @@ def normalise(xp: Namespace, v: Array, scales: Array, rotation: Rotation | None)
 
 
 @quiet
+def _factor(
+    xp: Namespace, scales: Array, limit: int, ratios: Array | None, gains: Array | None, wide: bool
+) -> Array:
+    """Return what each block's normalised coordinates are multiplied by to become fixed-point values."""
+    mantissa, _ = split_scale(xp, scales, wide)
+    if ratios is None:
+        check_limit(limit)
+        factor = xp.float32(_largest_float32(limit)) / mantissa
+    else:
+        factor = xp.float32(65536) / (mantissa * ratios)
+    return factor if gains is None else factor * gains
+
+
 def quantise(
     xp: Namespace,
     v: Array,
@@ -129,18 +142,16 @@ def quantise(
     grid: Grid | None = None,
     gains: Array | None = None,
 ) -> Array:
-    """Round coordinates to integers.
+    """Round coordinates to integers, in the array namespace ``xp``.
 
     Parameters
     ----------
-    xp : module
-        ``numpy`` or ``jax.numpy``.
     v : array of float32 or float64, shape (blocks, length)
         Coordinates.
     scales : array of uint32, shape (blocks,)
         Agreed scale words.
-    hashes : array of uint32, shape (blocks, length), or the padded length with a rotation
-        Coordinate hashes.
+    hashes : array of uint32, shape (blocks, length)
+        Coordinate hashes; of the padded length with a rotation.
     shift : int or uint32 scalar
         This rank's shift of the dither, 0..65535.
     limit : int
@@ -148,8 +159,7 @@ def quantise(
     clamp : int
         Largest fixed-point value, 0 for `limit`.
     ratios : array of float32, shape (blocks,), optional
-        One level of each block as a multiple of its scale, from 2**-40 to 2**40; where 0, the block counts as
-        zero.
+        One level of each block over its scale, from 2**-40 to 2**40; 0: the block counts as zero.
     rotation : Rotation, optional
         Rotation of the blocks.
     grid : Grid, optional
@@ -165,15 +175,8 @@ def quantise(
     most = clamp or limit if grid is None else _steps(grid) << 15
     check_limit(most)
     wide = is_wide(v)
-    mantissa, _ = split_scale(xp, scales, wide)
-    if ratios is None:
-        check_limit(limit)
-        factor = xp.float32(_largest_float32(limit)) / mantissa
-    else:
-        factor = xp.float32(65536) / (mantissa * ratios)
+    factor = _factor(xp, scales, limit, ratios, gains, wide)
     largest = xp.float32(LARGEST_LIMIT)
-    if gains is not None:
-        factor = factor * gains
     scaled = normalise(xp, v, scales, rotation) * factor[:, None]
     scaled = xp.clip(xp.where(xp.isnan(scaled), largest, scaled), -largest, largest)
     y = xp.clip(xp.rint(scaled).astype(xp.int32), -most, most)
@@ -220,12 +223,10 @@ def encode(
     grid: Grid | None = None,
     gains: Array | None = None,
 ) -> Encoded:
-    """Round and pack blocks.
+    """Round and pack blocks, in the array namespace ``xp``.
 
     Parameters
     ----------
-    xp : module
-        ``numpy`` or ``jax.numpy``.
     x : array of floats, shape (blocks, length)
         Coordinates.
     scales, hashes, shift, limit, clamp, ratios, rotation, grid, gains
@@ -244,9 +245,8 @@ def encode(
 
     Notes
     -----
-    One level, ``scale * 65536 / limit`` or ``scale * ratio``, may lie beyond the largest number of the
-    residual's dtype although the scale does not: what was sent then counts as that largest number, and the
-    residual stays finite.
+    Where one level lies beyond the largest number of the residual's dtype, what was sent counts as that
+    number, and the residual stays finite.
     """
     v = add_residual(xp, x, residual)
     q = quantise(

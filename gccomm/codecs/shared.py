@@ -1,0 +1,63 @@
+"""What the codecs with shared block scales and shared dither have in common."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm.checks import one_of
+from gccomm.codecs.base import Codec, lane_width
+from gccomm.errors import NegotiationError
+from gccomm.lanes import FIXED_POINT, lanes, safe_limit
+
+__all__ = ["SharedDither"]
+
+AGREED_LEVELS, PREDICTED_LEVELS = 1, 2.25  # for error feedback: predicted steps are about twice as wide
+
+
+class SharedDither(Codec):
+    """Base of the codecs that round to fractions of a lane's n-th part with shifts of one dither.
+
+    Parameters
+    ----------
+    wire_bits : int
+        Lane width.
+    scales : str
+        "agreed" or "predicted".
+    """
+
+    sketched = True
+
+    def __init__(self, wire_bits: int, scales: str) -> None:
+        self.wire_bits = lane_width(wire_bits)
+        one_of("scales", scales, ("agreed", "predicted"))
+        self.scales = scales
+
+    def require_size(self, size: int, item_bytes: int) -> None:
+        """Refuse more ranks than the lane has fixed-point room for."""
+        del item_bytes
+        try:
+            safe_limit(self.wire_bits, size)
+        except ValueError as error:
+            raise NegotiationError(str(error)) from None
+
+    def require_feedback(self, size: int) -> None:
+        """Refuse steps that are not smaller than the block's maximum: residuals would grow for ever."""
+        levels = safe_limit(self.wire_bits, size) / FIXED_POINT
+        least = PREDICTED_LEVELS if self.scales == "predicted" else AGREED_LEVELS
+        if levels <= least:
+            msg = (
+                f"error feedback in lanes of {self.wire_bits} bits on {size} ranks would diverge: a rank has "
+                f"{levels:.2f} levels and needs more than {least:g}; use a larger wire_bits or "
+                "error_feedback=False"
+            )
+            raise NegotiationError(msg)
+
+    def weight(self, item_bytes: int) -> float:
+        """Return 1; with predicted scales 1/2: nothing is read twice, so larger pieces are better."""
+        del item_bytes
+        return 0.5 if self.scales == "predicted" else 1
+
+    def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return ceil(carried / lanes)."""
+        return -(-self.carried(lengths) // lanes(self.wire_bits))
