@@ -59,7 +59,7 @@ def whole_call(options: argparse.Namespace, comm: gccomm.Communicator, stopper: 
     """Measure one large array; print rows and ratios on rank 0."""
     settings = parse(["-b", str(options.size), "-e", str(options.size)])
     settings.iters, settings.warmup = options.iters, options.warmup
-    rows = measure_size(options.size, settings, comm, MPI.COMM_WORLD, stopper)
+    rows, _ = measure_size(options.size, settings, comm, MPI.COMM_WORLD, stopper)
     comparison = compare(rows)
     if comm.rank == 0:
         print("\n".join([HEADER, *(row.line() for row in rows), *comparison.lines()]), flush=True)

@@ -135,7 +135,8 @@ class Reduction:
             codec = self.options.codec(key)
             if codec.fingerprint != state.codec:
                 warnings.warn(
-                    f"what {state.codec} adapted for {key!r} is of no use to {codec.fingerprint}, which starts anew",
+                    f"what {state.codec} adapted for {key!r} is of no use to {codec.fingerprint}, "
+                    "which starts anew",
                     stacklevel=3,
                 )
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from gccomm.errors import BackendError
@@ -21,6 +21,8 @@ class Running:
         self.operand = x
         self.parts: Any = None
         self._steps: Steps = x.codec.steps(x, states, context)
+        if not isinstance(self._steps, Generator):
+            raise TypeError(self._wrong(f"it returned {self._steps!r}"))
         self.step: Step | None = None
         self._move(None)
 
@@ -33,6 +35,13 @@ class Running:
             self.step = self._steps.send(words)
         except StopIteration as stop:
             self.step, self.parts = None, stop.value
+            return
+        if not isinstance(self.step, Step):
+            raise TypeError(self._wrong(f"it yielded {self.step!r}"))
+
+    def _wrong(self, what: str) -> str:
+        name = f"{type(self.operand.codec).__qualname__}.steps"
+        return f"{name} must be a generator function that yields steps of gccomm.steps; {what}"
 
 
 def pending(running: Iterable[Running], kind: type[Any]) -> list[Running]:

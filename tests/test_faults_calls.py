@@ -80,6 +80,34 @@ def test_codec_that_fails_before_its_first_step_fails_on_all_ranks() -> None:
     assert len(set(run(work, 3))) == 1
 
 
+class NoGenerator(Uniform):
+    """Returns its steps."""
+
+    id = "test-no-generator"
+
+    def steps(self, x: Any, state: Any, ctx: Any) -> Any:
+        return [Agree(x.blocks, x.maxima)]
+
+
+class NoStep(Uniform):
+    """Yields what is none."""
+
+    id = "test-no-step"
+
+    def steps(self, x: Any, state: Any, ctx: Any) -> Any:
+        yield "sum"
+
+
+@pytest.mark.parametrize("codec", [NoGenerator(), NoStep()])
+def test_codec_whose_steps_are_none_is_named(codec: gccomm.Codec) -> None:
+    def work(comm: gccomm.Communicator) -> None:
+        with pytest.raises(TypeError, match=rf"{type(codec).__name__}\.steps must "):
+            comm.compressed_allreduce(np.ones(3000, F4), codec=codec)
+        assert float(comm.compressed_allreduce(1.0)) == comm.size
+
+    run(work, 2)
+
+
 def test_codecs_cannot_be_changed_once_made() -> None:
     codec = gccomm.get_codec("uniform", wire_bits=4)
     with pytest.raises(AttributeError, match="immutable"):

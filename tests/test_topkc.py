@@ -262,6 +262,7 @@ def test_the_wire_carries_energies_and_values() -> None:
         ({"chunk": 2.0}, r"`chunk` must be .*2\.0"),
         ({"values": "fp16"}, "`values` must be 'bf16' or 'lanes', got 'fp16'"),
         ({"wire_bits": 7}, "`wire_bits` must be .*got 7"),
+        ({"wire_bits": 4}, "`wire_bits` .*does nothing with values=.bf16., got 4"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], match: str) -> None:
@@ -270,8 +271,8 @@ def test_impossible_options_are_refused(options: dict[str, Any], match: str) -> 
 
 
 def test_too_many_ranks_for_lanes_are_refused() -> None:
-    TopKC(wire_bits=2).require_size(1 << 20, 4)
-    TopKC(wire_bits=2).require_feedback(4)
+    TopKC().require_size(1 << 20, 4)
+    TopKC().require_feedback(4)
     with pytest.raises(NegotiationError, match="65537 ranks do not fit in lanes of 2 bits"):
         TopKC(values="lanes", wire_bits=2).require_size(65537, 4)
     with pytest.raises(NegotiationError, match="would diverge"):

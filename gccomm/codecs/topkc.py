@@ -46,7 +46,7 @@ class TopKC(Codec):
     values : str
         "bf16": sums of bfloat16; or "lanes": those of the codec ``uniform`` on the chosen coordinates.
     wire_bits : int
-        Lane width for "lanes": 2, 3, 4, 5, 6, 8, 10 or 16.
+        Lane width for "lanes": 2, 3, 4, 5, 6, 8, 10 or 16; leave it at 8 with "bf16".
 
     Notes
     -----
@@ -69,6 +69,9 @@ class TopKC(Codec):
         one_of("values", values, ("bf16", "lanes"))
         self.values = values
         self.wire_bits = lane_width(wire_bits)
+        if values == "bf16" and wire_bits != 8:
+            msg = f'`wire_bits` is of values="lanes" and does nothing with values="bf16", got {wire_bits!r}'
+            raise ValueError(msg)
         self.sums_as = "bfloat16" if values == "bf16" else "integer lanes"
 
     def require_size(self, size: int, item_bytes: int) -> None:

@@ -36,7 +36,8 @@ CODECS = (
     "global-qsgd:dithering=exponential",
     "intsgd:wire_bits={w}",
     "thc:wire_bits={w}",
-    "topkc:wire_bits={w}",
+    "topkc",
+    "topkc:values=lanes,wire_bits={w}",
     "powersgd",
 )
 WIRE_BITS = (2, 3, 4, 5, 6, 8, 10, 16)

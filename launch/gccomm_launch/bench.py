@@ -71,7 +71,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="gccomm bench",
         description="Time all-reduces: codecs against uncompressed MPI, in the same run.",
         epilog="Sizes are those of the uncompressed array, in bytes, or with K, M or G. Ratios are the "
-        "uncompressed way's time over the codec's.",
+        "uncompressed way's time over the codec's. Codecs that adapt run in a Reducer, biased ones with error "
+        "feedback: their vNMSE is of steps that also send what earlier ones left.",
     )
     add = parser.add_argument
     add("-n", type=positive, metavar="N", help="ranks to start (default 2); not under an MPI launcher")
@@ -129,16 +130,21 @@ def _on_ranks(options: argparse.Namespace) -> int:
         "ranks": comm.size,
         "options": {**vars(options), "n": comm.size, "json": options.json and str(options.json)},
         "rows": [],
+        "refused": [],
         "comparisons": [],
     }
     try:
         with stopper.signals():
             _say(speaks, _heading(report), HEADER)
             for size in sizes(options):
-                rows = measure_size(size, options, comm, mpi, stopper)
+                rows, refused = measure_size(size, options, comm, mpi, stopper)
                 comparison = compare(rows)
-                _say(speaks, *(row.line() for row in rows), *comparison.lines())
+                notes = [f"# {name}: left out, refused: {reason}" for name, reason in refused.items()]
+                _say(speaks, *(row.line() for row in rows), *comparison.lines(), *notes)
                 report["rows"] += [asdict(row) for row in rows]
+                report["refused"] += [
+                    {"size": size, "codec": name, "reason": refused[name]} for name in refused
+                ]
                 report["comparisons"].append(asdict(comparison))
     except StoppedError:
         _say(speaks, "# interrupted")
@@ -153,7 +159,7 @@ def _on_ranks(options: argparse.Namespace) -> int:
 
 def measure_size(
     size: int, options: argparse.Namespace, comm: gccomm.Communicator, mpi: Any, stopper: Stopper
-) -> list[Row]:
+) -> tuple[list[Row], dict[str, str]]:
     """Measure all ways on arrays of `size` bytes uncompressed; collective.
 
     Parameters
@@ -169,18 +175,20 @@ def measure_size(
 
     Returns
     -------
-    list of Row
+    rows : list of Row
         MPI_Allreduce in one call first; the codecs in the order of the options last.
+    refused : dict
+        Why, of codecs that cannot serve so many ranks.
     """
     from gccomm_launch.bench_report import make_row
     from gccomm_launch.bench_timing import exact_sum, interleaved, vnmse
-    from gccomm_launch.bench_ways import all_ways
+    from gccomm_launch.bench_ways import all_ways, usable_ways
 
     item = 8 if options.dtype == "float64" else 4
     count = size // item
     draws = np.random.default_rng((options.seed, comm.rank)).standard_normal(count, np.float32)
     x = draws.astype(options.dtype, copy=False)
-    ways = all_ways(x, comm, mpi, options.codecs, options.op)
+    ways, refused = usable_ways(all_ways(x, comm, mpi, options.codecs, options.op))
     seconds = interleaved([way.call for way in ways], options.warmup, options.iters, stopper, mpi)
     exact = exact_sum(x, mpi, options.op)
     rows = []
@@ -188,7 +196,7 @@ def measure_size(
         stopper.barrier()
         error = vnmse(way.call(), exact, mpi)
         rows.append(make_row(way, times, count * item, count, comm.size, error))
-    return rows
+    return rows, refused
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:

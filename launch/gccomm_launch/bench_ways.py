@@ -11,8 +11,9 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 import gccomm
+from gccomm.layout import BLOCK
 
-__all__ = ["KEPT", "PIECES", "Array", "Way", "all_ways", "codec_way", "mpi_ways"]
+__all__ = ["KEPT", "PIECES", "Array", "Way", "all_ways", "codec_way", "mpi_ways", "usable_ways"]
 
 Array = npt.NDArray[np.floating[Any]]
 
@@ -65,19 +66,44 @@ def all_ways(
     return [*mpi_ways(x, mpi, op), *floats, *others]
 
 
+def usable_ways(ways: Sequence[Way]) -> tuple[list[Way], dict[str, str]]:
+    """Call each way once; collective.
+
+    Returns
+    -------
+    ways : list of Way
+        Those that all ranks can use.
+    refused : dict
+        Why, of the others: a codec refuses numbers of ranks, the same on all of them.
+    """
+    usable, refused = [], {}
+    for way in ways:
+        try:
+            way.call()
+        except gccomm.NegotiationError as error:
+            refused[way.name] = str(error)
+        else:
+            usable.append(way)
+    return usable, refused
+
+
 def codec_way(name: str, x: Array, comm: gccomm.Communicator, op: str = "sum") -> Way:
     """Return gccomm's all-reduce of `x` with a codec; its results come from gccomm's pool.
 
-    A codec that adapts from step to step runs in a Reducer, others in the function.
+    A codec that adapts from step to step runs in a Reducer, others in the function. An array of whole blocks
+    is a matrix of them, as low-rank codecs need.
     """
     codec = gccomm.get_codec(name)
+    x = x.reshape(-1, BLOCK) if x.size % BLOCK == 0 else x
     if codec.stateful:
         reducer = gccomm.Reducer(codec, comm=comm, op=op)
-        return Way(name, "codec", lambda: reducer({"x": x})["x"], lambda: reducer.stats.wire_bytes)
+        return Way(
+            name, "codec", lambda: reducer({"x": x})["x"].reshape(-1), lambda: reducer.stats.wire_bytes
+        )
 
     def call() -> Array:
         result: Array = comm.compressed_allreduce(x, op, codec)
-        return result
+        return result.reshape(-1)
 
     return Way(name, "codec" if codec.lossy else "float", call, lambda: comm.stats.wire_bytes)
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from gccomm.agreement import HEADER_WORDS
 from gccomm.codecs import Codec, get_codec, list_codecs
 from gccomm.testing import simulate
 
 __all__ = ["CodecInfo", "codecs", "describe"]
 
-# A tensor of whole blocks: large enough for what a codec sends per tensor not to show.
-_COORDINATES = 256 * 1024
+_SHAPE = (256, 1024)  # of the measured matrix: whole blocks, and many
+_LEAST_COLUMNS, _MOST_COLUMNS = 60, 110  # of the table
 
 
 @dataclass
@@ -30,7 +31,8 @@ class CodecInfo:
     id, description : str
         Name of the wire format and the summary of the class's docstring.
     wire_bits : float or None
-        Bits a coordinate of a large float32 tensor takes, scales included; None where it is not known.
+        Bits a coordinate of a float32 matrix of 256 by 1024 takes, scales included; None where it is not
+        known.
     rounding : str
         "unbiased", "to nearest", "biased" or "none".
     sums_as : str
@@ -91,28 +93,28 @@ def describe(name: str) -> CodecInfo:
 
 
 def _wire(codec: Codec) -> float:
-    """Reduce an array over two virtual ranks and return the bits a coordinate, in the third step."""
-    x = np.ones(_COORDINATES, dtype=np.float32)
-    _, stats = simulate([{"x": x}, {"x": x}], codec, steps=3, exact_below=0)
-    sent = stats[0].wire_bytes - stats[0].measure_bytes - 4 * HEADER_WORDS
-    return 8 * sent / _COORDINATES
+    """Return the bits a coordinate over two virtual ranks: what a second matrix adds, in the third step."""
+    x = np.ones(_SHAPE, dtype=np.float32)
+    one, two = (
+        simulate([dict.fromkeys(keys, x)] * 2, codec, steps=3, exact_below=0)[1][0] for keys in ("a", "ab")
+    )
+    added = (two.wire_bytes - two.measure_bytes) - (one.wire_bytes - one.measure_bytes)
+    return 8 * added / x.size
 
 
 def _table(infos: Sequence[CodecInfo]) -> list[str]:
-    """Return the lines of the table; the description, last, is not cut."""
-    rows = [("id", "wire bits", "rounding", "sums as", "options", "description")]
+    """Return the lines of the table: what is short in columns, options and description below."""
+    rows = [("id", "wire bits", "rounding", "sums as")]
     for info in infos:
-        known = info.wire_bits is not None
-        rows.append(
-            (
-                info.id,
-                f"{info.wire_bits:.2f}" if known else "-",
-                info.rounding,
-                info.sums_as or "-",
-                ", ".join(f"{k}={v}" for k, v in info.options.items()) or "-",
-                info.problem or info.description,
-            )
-        )
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]) - 1)]
-    cells = [[*map(str.ljust, row, widths), row[-1]] for row in rows]
-    return ["  ".join(row) for row in cells]
+        bits = "-" if info.wire_bits is None else f"{info.wire_bits:.2f}"
+        rows.append((info.id, bits, info.rounding, info.sums_as or "-"))
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    columns = max(_LEAST_COLUMNS, min(shutil.get_terminal_size().columns, _MOST_COLUMNS))
+    wrap = textwrap.TextWrapper(columns, initial_indent="    ", subsequent_indent="    ")
+    found = lines[:1]
+    for line, info in zip(lines[1:], infos, strict=True):
+        found += [line, *wrap.wrap(info.problem or info.description)]
+        if info.options:
+            found += wrap.wrap("options: " + ", ".join(f"{k}={v}" for k, v in info.options.items()))
+    return found

@@ -32,7 +32,8 @@ def settings(*argv: str) -> Namespace:
 
 
 def test_rows(comm: Any, world: Any, stopper: Stopper) -> None:
-    rows = measure_size(SIZE, settings(), comm, world, stopper)
+    rows, refused = measure_size(SIZE, settings(), comm, world, stopper)
+    assert not refused
     names = [row.codec for row in rows]
     assert names[0] == "MPI_Allreduce"
     assert names[-6:] == ["raw", "bf16", *DEFAULT_CODECS]
@@ -46,13 +47,23 @@ def test_rows(comm: Any, world: Any, stopper: Stopper) -> None:
 
 
 def test_errors_and_bytes(comm: Any, world: Any, stopper: Stopper) -> None:
-    rows = {row.codec: row for row in measure_size(SIZE, settings(), comm, world, stopper)}
+    rows = {row.codec: row for row in measure_size(SIZE, settings(), comm, world, stopper)[0]}
     assert all(row.vnmse < 1e-12 for row in rows.values() if row.kind == "mpi")
     assert rows["raw"].vnmse < 1e-12 < rows["bf16"].vnmse < 1e-3
     assert 1e-6 < rows["uniform:wire_bits=8"].vnmse < 1e-1 < rows["uniform:wire_bits=4"].vnmse
     assert rows["MPI_Allreduce"].wire_bytes == SIZE
     assert SIZE / 4 < rows["uniform:wire_bits=8"].wire_bytes < SIZE / 4 * 1.05
     assert SIZE / 8 < rows["uniform:wire_bits=4"].wire_bytes < SIZE / 8 * 1.05
+
+
+def test_codecs_that_refuse_are_left_out(comm: Any, world: Any, stopper: Stopper) -> None:
+    """With the reason; the others are measured."""
+    options = settings("--codecs", "qsgd-mn:wire_bits=2", "uniform:wire_bits=8", "powersgd")
+    rows, refused = measure_size(SIZE, options, comm, world, stopper)
+    assert [row.codec for row in rows][-2:] == ["uniform:wire_bits=8", "powersgd"]
+    assert rows[-1].wire_bytes < SIZE / 8  # as a matrix
+    assert list(refused) == ([] if comm.size == 1 else ["qsgd-mn:wire_bits=2"])
+    assert all(f"{comm.size} ranks" in reason for reason in refused.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
