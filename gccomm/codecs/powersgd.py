@@ -44,8 +44,9 @@ class PowerSGD(Codec):
     -----
     T. Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (2019).
     Sums are the back end's, in float32 (float64 for float64): the bits of results depend on its order, and
-    are the same on all ranks as far as its float sums are. One word a matrix is agreed on before, its largest magnitude, which tells
-    tensors that are not finite, and by what power of two to divide huge or tiny ones.
+    are the same on all ranks as far as its float sums are. One word a matrix is agreed on before, its
+    largest magnitude, which tells tensors that are not finite, and by what power of two to divide huge or
+    tiny ones.
     """
 
     id: ClassVar[str] = "powersgd"

@@ -71,8 +71,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="gccomm bench",
         description="Time all-reduces: codecs against uncompressed MPI, in the same run.",
         epilog="Sizes are those of the uncompressed array, in bytes, or with K, M or G. Ratios are the "
-        "uncompressed way's time over the codec's. Codecs that adapt run in a Reducer, biased ones with error "
-        "feedback: their vNMSE is of steps that also send what earlier ones left.",
+        "uncompressed way's time over the codec's. Codecs that adapt run in a Reducer, biased ones with "
+        "error feedback: their vNMSE is of steps that also send what earlier ones left.",
     )
     add = parser.add_argument
     add("-n", type=positive, metavar="N", help="ranks to start (default 2); not under an MPI launcher")
