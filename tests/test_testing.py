@@ -133,7 +133,7 @@ def test_ranks_that_take_different_ways_are_caught() -> None:
 
 
 def test_a_codec_that_yields_what_is_no_step_is_caught() -> None:
-    with pytest.raises(BackendError, match=r"Talkative\(\) yields what is no step: 'a word'"):
+    with pytest.raises(TypeError, match=r"Talkative\.steps must be .* it yielded 'a word'"):
         testing.simulate(ones(2), Talkative())
 
 
