@@ -5,11 +5,14 @@ knows. But projections are linear: each rank multiplies the errors of a block wi
 and the words sum_i s_i e_ri travel behind a sum's lanes. Their sums over the ranks are sum_i s_i e_i, whose
 mean square is ||e||^2, however the errors of ranks depend on each other (N. Alon, Y. Matias, M. Szegedy, "The
 space complexity of approximating the frequency moments", 1996). Blocks are drawn in proportion to their
-squared steps: some hundred projections say it to a few percent, whatever the blocks' magnitudes.
+squared steps: some hundred projections say it to a few percent, whatever the blocks' magnitudes. The inputs
+are projected too: where the error is as large as the sum, that tells the sum's energy better than what was
+decoded does, which is the two of them together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +31,7 @@ __all__ = ["LARGEST", "Sketch", "chosen"]
 FEW = 4  # operands that are all measured; of more, one
 PROJECTIONS = 1024  # of an operand, at most
 LARGEST = 1 << 21  # coordinates of an operand whose errors are kept for a moment
-UNIT = 1 / 64  # of a step, in which projections travel
+UNIT, INPUT_UNIT = 1 / 64, 1 / 4  # of a step, in which projections of errors and of inputs travel
 
 
 def chosen(count: int, step: int) -> range:
@@ -49,13 +52,13 @@ class Sketch:
     Attributes
     ----------
     words : array of uint32
-        What travels: this rank's, then, summed, all ranks'.
+        What travels: this rank's, then, summed, all ranks'. First those of errors, then those of inputs.
     """
 
     def __init__(self, x: Operand) -> None:
         self.x = x
-        count = min(PROJECTIONS, max(x.coordinates // 128, min(256, x.coordinates // 16)))
-        self.words = np.zeros(count, dtype=np.uint32)
+        count = min(PROJECTIONS, max(x.coordinates // 128, min(512, x.coordinates // 16)))
+        self.words = np.zeros(2 * count, dtype=np.uint32)
         self.blocks = np.zeros(count, dtype=np.int64)  # that the projections are of
         self.total = 0.0  # sum of all blocks' lengths times squared steps, over the largest step's square
         self.top = np.longdouble(0)  # the largest step
@@ -91,23 +94,32 @@ class Sketch:
         finite = np.where(x.nonfinite_scales(scales), np.uint32(0), scales)
         self.steps = x.scale_values(finite).astype(np.longdouble) * ratios
         self.top = self.steps.max(initial=0)
-        if self.top == 0 or not len(self.words):
+        if self.top == 0 or not len(self.blocks):
             return
         weights = np.cumsum(x.lengths * (self.steps / self.top).astype(np.float64) ** 2)
         self.total = float(weights[-1])
-        marks = (np.arange(len(self.words)) + 0.5) * (self.total / len(self.words))
+        count = len(self.blocks)
+        marks = (np.arange(count) + 0.5) * (self.total / count)
         self.blocks = np.minimum(np.searchsorted(weights, marks), x.blocks - 1)
-        with np.errstate(over="ignore", invalid="ignore"):
-            levels = self._projected() / (self.steps[self.blocks] * UNIT)
-        most = float(2**31 // x.ranks - 1)
-        levels = np.where(np.isfinite(levels), np.clip(np.rint(levels), -most, most), most)
-        self.words[:] = levels.astype(np.int64).astype(np.uint32)
+        self.words[:count] = self._levels(self._errors, UNIT)
+        self.words[count:] = self._levels(self._inputs, INPUT_UNIT)
 
-    def _projected(self) -> npt.NDArray[np.float64]:
+    def _levels(self, rows_of: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]], unit: float) -> Words:
+        """Return the words that projections of rows travel in."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            levels = self._projected(rows_of) / (self.steps[self.blocks] * unit)
+        most = float(2**31 // self.x.ranks - 1)
+        levels = np.where(np.isfinite(levels), np.clip(np.rint(levels), -most, most), most)
+        words: Words = levels.astype(np.int64).astype(np.uint32)
+        return words
+
+    def _projected(
+        self, rows_of: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]
+    ) -> npt.NDArray[np.float64]:
         """Return the projections: the k-th of a block is by the k-th signs."""
         signs, found = _signs(), np.zeros(len(self.blocks))
         distinct, first, counts = np.unique(self.blocks, return_index=True, return_counts=True)
-        rows = self._rows(distinct)
+        rows = rows_of(distinct)
         for k in range(min(int(counts.max()), 8)):
             mine = counts > k
             found[first[mine] + k] = rows[mine] @ signs[k]
@@ -116,7 +128,7 @@ class Sketch:
             found[at + 8 : at + count] = signs[8:count] @ rows[i]
         return found
 
-    def _rows(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    def _errors(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """Return the errors of blocks, shape (blocks, BLOCK), zeros behind the short ones."""
         x = self.x
         errors = self.errors if self.lent else np.concatenate([x.left(i) for i in range(x.count)])
@@ -129,10 +141,24 @@ class Sketch:
             rows[k, :length] = errors[starts[k] : starts[k] + length]
         return rows
 
+    def _inputs(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return the inputs plus residuals of blocks, shape (blocks, BLOCK), zeros behind the short ones."""
+        rows = np.zeros((len(blocks), BLOCK), dtype=self.errors.dtype)
+        for row, block in zip(rows, blocks.tolist(), strict=True):
+            self.x.load_block(block, row)
+        return rows
+
     def noise(self) -> np.longdouble:
         """Return the estimate of the squared error of the operand's sum, from the summed words."""
-        if self.top == 0:
+        return self._energy(self.words[: len(self.blocks)], UNIT)
+
+    def signal(self) -> np.longdouble:
+        """Return the estimate of the squared norm of the operand's exact sum, from the summed words."""
+        return self._energy(self.words[len(self.blocks) :], INPUT_UNIT)
+
+    def _energy(self, words: Words, unit: float) -> np.longdouble:
+        if self.top == 0 or not len(words):
             return np.longdouble(0)
-        lengths = self.x.lengths[self.blocks]
-        squares = (self.words.view(np.int32).astype(np.float64) * UNIT) ** 2 / lengths
-        return np.longdouble(squares.mean() * self.total) * self.top**2
+        squares = (words.view(np.int32).astype(np.float64) * unit) ** 2
+        mean = (squares / self.x.lengths[self.blocks]).mean()
+        return np.longdouble(mean * self.total) * self.top**2

@@ -19,10 +19,10 @@ class Measured:
 
     def __init__(self) -> None:
         self._taken: list[tuple[Operand, list[Sample], Sketch]] = []
-        self._sums: tuple[np.longdouble, np.longdouble] | None = None
+        self._vnmse: float | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._taken) or self._sums is not None
+        return bool(self._taken) or self._vnmse is not None
 
     def take(self, x: Operand) -> None:
         """Take in what an operand's encoding and decoding left behind."""
@@ -31,16 +31,17 @@ class Measured:
 
     def vnmse(self) -> float:
         """Return ||error||^2 / ||sum||^2, NaN where nothing is known."""
-        if self._sums is None:
-            noise, energy = np.longdouble(0), np.longdouble(0)
+        if self._vnmse is None:
+            noise, energy, signal = np.longdouble(0), np.longdouble(0), np.longdouble(0)
             for x, samples, sketch in self._taken:
                 noise += sketch.noise()
                 energy += x.measured_energy(samples)
-            self._sums = noise, energy
+                signal += sketch.signal()
             self._taken.clear()
-        noise, energy = self._sums
-        signal = energy - noise
-        return float(noise / signal) if signal > 0 else float("nan")
+            if 4 * noise < energy:  # else their difference is much less certain than they are
+                signal = energy - noise
+            self._vnmse = float(noise / signal) if signal > 0 else float("nan")
+        return self._vnmse
 
 
 @dataclass
