@@ -34,6 +34,7 @@ __all__ = [
     "launcher",
     "load",
     "operations_of",
+    "room_of",
 ]
 
 ENTRY_POINT_GROUP = "gccomm.backends"
@@ -46,6 +47,10 @@ Activity = str | Callable[[], str]
 
 class Backend(Protocol):
     """One process of a group, and the collective operations of that group.
+
+    A back end may also have ``room(nbytes)`` and ``sum_into(words, out)``: memory from which the next sum, of
+    words or of floats, goes without a copy (uint8, or None where there is no such memory), and the sum from
+    there to elsewhere.
 
     All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
     arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:
@@ -156,6 +161,11 @@ class Connect(Protocol):
 def operations_of(backend: Backend) -> frozenset[str]:
     """Return the operations that a back end can reduce words with; none where it does not say."""
     return getattr(backend, "operations", frozenset())
+
+
+def room_of(backend: Backend) -> Callable[[int], Bytes | None]:
+    """Return the function that gives memory from which the next sum goes without a copy, or None."""
+    return getattr(backend, "room", lambda _nbytes: None)
 
 
 def _registered() -> dict[str, EntryPoint]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from gccomm import arrays, kernels, trees
 from gccomm.agreement import Call, digest
-from gccomm.backends import Backend
+from gccomm.backends import Backend, room_of
 from gccomm.checks import check_options, integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome, rendezvous
@@ -48,7 +48,7 @@ class Communicator:
         self._shared["communicators"] = self._number + 1
         self._broken: str | None = None
         operations: frozenset[str] = getattr(backend, "operations", frozenset())
-        self._place = Place(backend.rank, backend.size, backend.one_host, operations)
+        self._place = Place(backend.rank, backend.size, backend.one_host, operations, room_of(backend))
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0

@@ -12,7 +12,7 @@ the first piece has anything to agree on, a summed header with the first words o
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,6 +89,8 @@ class Job:
         By leaf: what its codec has adapted.
     measure : bool
         Estimate the error.
+    room : callable
+        From a number of bytes to the memory that the back end would have the next sum's data in, or None.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Job:
         whole: bool,
         states: Mapping[int, Any] | None = None,
         measure: bool = False,
+        room: Callable[[int], Buffer | None] = lambda _nbytes: None,
     ) -> None:
+        self.place = room
         self.plan, self.context, self.whole = plan, context, whole
         self.have, self.states = have, states or {}
         if measure:
@@ -309,10 +313,13 @@ class _Engine:
         return mine.astype(bool)
 
     def _encode(self, message: Message, base: int) -> None:
-        """Write a message's words ``base`` words into the buffer, and its tag behind them."""
-        if base + message.words + 1 > len(self.job.words):  # a codec that needs more words than it said
-            self.job.words = _scratch(base + message.words + 1)
+        """Write a message's words ``base`` words into the buffer."""
+        self._fit(base + message.words + 1)
         message.encode(self.job.words[base : base + message.words])
+
+    def _fit(self, count: int) -> None:
+        if count > len(self.job.words):  # a codec that needs more words than it said
+            self.job.words = _scratch(count)
 
     def _decode(self, message: Message, base: int) -> bool:
         """Check the tag of a summed message and hand its sums out."""
@@ -333,10 +340,15 @@ class _Engine:
             yield from self._sum(message)
 
     def _sum(self, message: Message) -> Generator[Transfer, None, bool]:
-        self._encode(message, 0)
-        words = self.job.words[: message.words + 1]
+        count = message.words + 1
+        self._fit(count)
+        sums = self.job.words[:count]
+        placed = self.job.place(4 * count)
+        words = sums if placed is None else placed.view(np.uint32)
+        message.encode(words[:-1])
         words[-1] = self._next_tag()
-        yield from self._move(WordAdd(words, message.lanes(0)), words.nbytes)
+        out = None if placed is None else sums
+        yield from self._move(WordAdd(words, message.lanes(0), out), words.nbytes)
         return self._decode(message, 0)
 
     def _next_tag(self) -> int:
@@ -354,8 +366,10 @@ class _Engine:
         else:
             dtype = np.dtype(_NUMPY[step.dtype])
             buffer: Buffer = self.job.words[: len(self.job.words) // 2 * 2].view(dtype)[: step.count]
-            step.encode(0, step.blocks, buffer)
-            yield from self._move(FloatAdd(buffer, buffer, step.dtype), nbytes)
+            placed = self.job.place(nbytes)
+            sent: Buffer = buffer if placed is None else placed.view(dtype)
+            step.encode(0, step.blocks, sent)
+            yield from self._move(FloatAdd(sent, buffer, step.dtype), nbytes)
             step.decode(0, step.blocks, buffer)
         self.stats.decode_s += self._lap()
         r.answer(None)

@@ -47,14 +47,15 @@ _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands: its number, the number of ranks, whether they share one host, and the operations
-    of its back end's own.
+    """Where a rank stands: its number, the number of ranks, whether they share one host, the operations of
+    its back end's own, and where that would have the data of the next sum (None: anywhere).
     """
 
     rank: int
     size: int
     one_host: bool = True
     operations: frozenset[str] = frozenset()
+    room: Callable[[int], Buffer | None] = lambda _nbytes: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +315,7 @@ class Attempt:
         states = self._states(plan)
         period, step, whole = self.reduction.options.measure, self.reduction.step, not self.place.one_host
         measure = period > 0 and (step < FIRST_MEASURED or step % period == 0)
-        self.job = Job(plan, context, have, whole=whole, states=states, measure=measure)
+        self.job = Job(plan, context, have, whole=whole, states=states, measure=measure, room=self.place.room)
 
     def _states(self, plan: Plan) -> dict[int, State]:
         """Return the states of this call's leaves, as far as they fit their layouts."""

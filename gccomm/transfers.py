@@ -24,10 +24,13 @@ class Maximum:
 
 @dataclass(frozen=True, slots=True)
 class WordAdd:
-    """Elementwise SUM mod 2^32 over ranks, in place; ``lanes`` lists (first word, end word, lane width)."""
+    """Elementwise SUM mod 2^32 over ranks, in place or into ``out``; ``lanes`` lists (first word, end word,
+    lane width).
+    """
 
     words: Words
     lanes: tuple[tuple[int, int, int], ...] = ()
+    out: Words | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,10 @@ Transfer: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Broadcast
 def execute(transfer: Transfer, backend: Backend) -> None:
     """Run one transfer over a back end; returns when it is complete on this rank."""
     match transfer:
-        case WordAdd():
+        case WordAdd(out=None):
             backend.sum_words(transfer.words)
+        case WordAdd():
+            backend.sum_into(transfer.words, transfer.out)  # type: ignore[attr-defined]  # has it, as it has room
         case Maximum():
             backend.maximum(transfer.words)
         case FloatAdd():

@@ -28,9 +28,9 @@ MAX_COUNT = 1 << 28
 class MpiBackend:
     """A handle on a communicator of gccomm's own; see `gccomm.backends.Backend` for the operations.
 
-    Every wait, whatever the size, tests a request and gives the core away between tests, reports a stall and
-    obeys ``GCCOMM_TIMEOUT_S``. Large arrays go through `gccomm_mpi.exchange`, small ones through MPI's
-    all-reduce.
+    Every wait, whatever the size, tests a request or a flag and gives the core away between tests, reports a
+    stall and obeys ``GCCOMM_TIMEOUT_S``. Ranks of one host reduce through `gccomm_mpi.window`; between hosts
+    large arrays go through `gccomm_mpi.exchange`, small ones through MPI's all-reduce.
 
     Attributes
     ----------
@@ -73,6 +73,15 @@ class MpiBackend:
         """Replace each word by its sum over the ranks, mod 2^32."""
         self._reduce("sum", words, words, SUM)
 
+    def room(self, nbytes: int, /) -> Bytes | None:
+        """Return memory for the words or floats of the next sum, if it saves a copy that they are there."""
+        window = self._channel.window
+        return None if window is None else window.room(nbytes)
+
+    def sum_into(self, words: Words, out: Words, /) -> None:
+        """Write the sum of `words` over the ranks, mod 2^32, to `out`."""
+        self._reduce("sum", words, out, SUM)
+
     def sum_floats(self, send: Array, recv: Array, dtype: FloatName, /) -> None:
         """Write the sum of `send` over the ranks to `recv`; its order depends on size and library.
 
@@ -88,6 +97,9 @@ class MpiBackend:
 
     def _reduce(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
         with self._operation(name, (send, recv)) as channel:
+            if channel.window is not None:
+                channel.window.join(name, send, recv, operator.kind)
+                return
             if self.size > 1 and recv.nbytes >= self.size * SHARE_BYTES:
                 for source, target in _pieces(send, recv, min(self.max_count, PIECE_BYTES // recv.itemsize)):
                     exchange(channel, name, source, target, operator)

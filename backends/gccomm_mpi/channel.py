@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from mpi4py import MPI
 from gccomm.backends import Patience
 from gccomm.errors import BackendError
 from gccomm_mpi.failure import abandon, abort_job
+from gccomm_mpi.window import open_window
 
 __all__ = ["Channel", "Operation", "cached"]
 
@@ -56,6 +58,9 @@ class Channel:
         cores: set[int] = set().union(*host.allgather(os.sched_getaffinity(0)))
         self._spins = SPINS if host.size <= len(cores) else 1
         host.Free()
+        self.window, self.no_window = (
+            open_window(comm, self.until) if self.one_host and comm.size > 1 else (None, "")
+        )
 
     def complete(self, request: Any, name: str) -> None:
         """Wait for `request`, giving the core away between tests.
@@ -74,6 +79,26 @@ class Channel:
         except BaseException:
             abandon(request)
             raise
+
+    def until(self, test: Callable[[], Any], name: str) -> None:
+        """Wait until `test()` is true, without a call of MPI where that is soon.
+
+        Raises
+        ------
+        CollectiveTimeout
+            The wait took longer than ``GCCOMM_TIMEOUT_S``.
+        """
+        for _ in range(self._spins):
+            if test():
+                return
+
+        def look() -> bool:
+            if test():
+                return True
+            self.comm.Iprobe()  # the program's own messages go on meanwhile, as in any call of MPI's
+            return False
+
+        self._wait(look, name)
 
     def _wait(self, test: Any, name: str) -> None:
         wait = self.patience.begin(name)
@@ -109,6 +134,7 @@ class Channel:
                 self.arrive("close")
                 self.comm.Free()
         self.broken = self.broken or "it is closed"
+        self.window = None  # unmaps it
 
 
 class Operation:

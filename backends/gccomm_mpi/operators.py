@@ -30,12 +30,15 @@ class Operator:
 
     Attributes
     ----------
+    kind : str
+        Its name in :data:`gccomm.kernels.JOININGS`.
     datatype, op : mpi4py.MPI.Datatype, mpi4py.MPI.Op
         What MPI is given.
     combine : callable
         ``combine(a, b, out)`` on arrays of one shape; `out` may be `a`.
     """
 
+    kind: str
     datatype: Any
     op: Any
     combine: Callable[[Array, Array, Array], None]
@@ -54,11 +57,11 @@ def _add_floats(a: Array, b: Array, out: Array) -> None:
         np.add(a, b, out=out)
 
 
-MAXIMUM = Operator(MPI.UINT32_T, MPI.MAX, _larger)
-SUM = Operator(MPI.UINT32_T, MPI.SUM, _add_words)
+MAXIMUM = Operator("maximum", MPI.UINT32_T, MPI.MAX, _larger)
+SUM = Operator("words", MPI.UINT32_T, MPI.SUM, _add_words)
 _float_sums = {
-    "float32": Operator(MPI.FLOAT, MPI.SUM, _add_floats),
-    "float64": Operator(MPI.DOUBLE, MPI.SUM, _add_floats),
+    "float32": Operator("float32", MPI.FLOAT, MPI.SUM, _add_floats),
+    "float64": Operator("float64", MPI.DOUBLE, MPI.SUM, _add_floats),
 }
 
 
@@ -82,7 +85,7 @@ def sum_of(dtype: FloatName) -> Operator:
         from gccomm.kernels import reduce_op
 
         address = reduce_op(dtype)
-        _float_sums[dtype] = Operator(MPI.UINT16_T, make_operator(address), _on_arrays(address))
+        _float_sums[dtype] = Operator(dtype, MPI.UINT16_T, make_operator(address), _on_arrays(address))
     operator = _float_sums[dtype]
     if operator.datatype == MPI.DATATYPE_NULL:
         message = f"{MPI.get_vendor()[0]} has no datatype for {dtype}"

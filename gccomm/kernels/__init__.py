@@ -11,6 +11,7 @@ from __future__ import annotations
 try:
     from gccomm.kernels._native import (
         address,
+        await_flags,
         decode,
         encode,
         exact_decode,
@@ -25,11 +26,13 @@ try:
         int_range,
         isa,
         isas,
+        join_parts,
         maxima,
         nonfinite,
         pool_empty,
         pool_stats,
         pool_trim,
+        raise_flag,
         reduce_op,
         saturating_add,
         set_isa,
@@ -40,13 +43,15 @@ except ImportError as error:
         "gccomm and not an installed package, run elsewhere, set PYTHONSAFEPATH=1, or `pip install -e .`"
     )
     raise ImportError(_message) from error
-from gccomm.kernels.table import DTYPE_CODES, DTYPES, SEGMENT
+from gccomm.kernels.table import DTYPE_CODES, DTYPES, JOININGS, SEGMENT
 
 __all__ = [
     "DTYPES",
     "DTYPE_CODES",
+    "JOININGS",
     "SEGMENT",
     "address",
+    "await_flags",
     "decode",
     "encode",
     "exact_decode",
@@ -61,11 +66,13 @@ __all__ = [
     "int_range",
     "isa",
     "isas",
+    "join_parts",
     "maxima",
     "nonfinite",
     "pool_empty",
     "pool_stats",
     "pool_trim",
+    "raise_flag",
     "reduce_op",
     "saturating_add",
     "set_isa",

@@ -224,3 +224,25 @@ def exponent_decode(words: int, out: int, count: int) -> None:
     ValueError
         A negative count.
     """
+
+def join_parts(parts: int, ranks: int, out: int, count: int, kind: int, stream: bool = False) -> None:
+    """Join arrays of `count` elements, whose addresses are at `parts`, in their order.
+
+    `kind` is one of :data:`gccomm.kernels.JOININGS`: sums of words mod 2^32, their maxima, sums of floats.
+    16-bit floats are added in float32 and rounded once. `out` may be one of the arrays unless `stream`, which
+    writes past the caches.
+
+    Raises
+    ------
+    ValueError
+        No such kind, no array, or a negative count.
+    """
+
+def raise_flag(flag: int, number: int) -> None:
+    """Write `number` to the uint32 at `flag`, after all that this thread has written before."""
+
+def await_flags(flags: int, count: int, number: int, spins: int) -> bool:
+    """Return whether the `count` uint32s whose addresses are at `flags` have come to `number` (mod 2^32).
+
+    Looks up to `spins` times at those that have not.
+    """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["DTYPES", "DTYPE_CODES", "SEGMENT"]
+__all__ = ["DTYPES", "DTYPE_CODES", "JOININGS", "SEGMENT"]
 
 DTYPES = (
     "float32",
@@ -25,6 +25,11 @@ DTYPES = (
 
 DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 """Code of each dtype in the ``dtype`` field of a segment."""
+
+JOININGS = {
+    name: code for code, name in enumerate(("words", "maximum", "float32", "float64", "bfloat16", "float16"))
+}
+"""Code of each way to join the arrays of ranks: sums of words, their maxima, sums of floats."""
 
 SEGMENT = np.dtype(
     {

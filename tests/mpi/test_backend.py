@@ -21,9 +21,16 @@ from gccomm.errors import BackendError
 LENGTHS = (0, 1, 7, 255, 2501, 100_003)
 
 
-@pytest.fixture(scope="module")
-def backend() -> Iterator[Any]:
-    handle = gccomm_mpi.connect()
+@pytest.fixture(scope="module", params=["window", "messages"])
+def backend(request: pytest.FixtureRequest, world: Any) -> Iterator[Any]:
+    """Through memory that ranks share, where they can, and through MPI's messages, as between hosts."""
+    if request.param == "window":
+        handle = gccomm_mpi.connect()
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GCCOMM_WINDOW", "0")
+            handle = gccomm_mpi.connect(world.Dup())
+        assert handle.room(4) is None
     yield handle
     handle.close()
 
@@ -298,6 +305,7 @@ def test_mpi_errors_carry_class_and_text(world: Any, monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> None:
         raise MPI.Exception(MPI.ERR_COUNT)
 
+    handle._channel.window = None
     real = handle._channel.comm
     handle._channel.comm = SimpleNamespace(Iallreduce=refuse, rank=real.rank, size=real.size)
     with pytest.raises(BackendError, match=rf"MPI failed in sum: .*\(class {MPI.ERR_COUNT}\)"):

@@ -6,6 +6,7 @@
 #include "floats.h"
 #include "integers.h"
 #include "operations.h"
+#include "parts.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
@@ -29,6 +30,7 @@ const Kernels kernels = {
     exponent_add,
     exponent_encode,
     exponent_decode,
+    join_parts,
 };
 
 }  // namespace gccomm::GCCOMM_LEVEL

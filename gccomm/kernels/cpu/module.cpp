@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "dispatch.h"
+#include "flags.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -187,6 +188,21 @@ void exponent_decode(Address words, Address out, Index count) {
     kernels().exponent_decode(pointer<const std::uint32_t>(words), pointer<float>(out), count);
 }
 
+void join_parts(Address parts, Index ranks, Address out, Index count, int kind, bool stream) {
+    require(ranks >= 1 && count >= 0, "ranks and count must not be negative, nor ranks 0");
+    require(kind >= 0 && kind < kJoinings, "kind outside 0 ... 5");
+    kernels().join_parts({pointer<const std::uint64_t>(parts), ranks, pointer<void>(out), count,
+                          static_cast<Joining>(kind), stream});
+}
+
+void raise_flag(Address flag, std::uint32_t number) {
+    flags::raise(pointer<std::uint32_t>(flag), number);
+}
+
+bool await_flags(Address table, Index count, std::uint32_t number, Index spins) {
+    return flags::await(pointer<const std::uint64_t>(table), count, number, spins);
+}
+
 // A block of the pool for as long as an array of Python's refers to it.
 struct Lease {
     void* block;
@@ -289,5 +305,9 @@ NB_MODULE(_native, m) {
     m.def("exponent_encode", &g::exponent_encode, "values"_a, "out"_a, "count"_a, "key0"_a, "key1"_a,
           "start"_a, Released());
     m.def("exponent_decode", &g::exponent_decode, "words"_a, "out"_a, "count"_a, Released());
+    m.def("join_parts", &g::join_parts, "parts"_a, "ranks"_a, "out"_a, "count"_a, "kind"_a,
+          "stream"_a = false, Released());
+    m.def("raise_flag", &g::raise_flag, "flag"_a, "number"_a);
+    m.def("await_flags", &g::await_flags, "flags"_a, "count"_a, "number"_a, "spins"_a, Released());
     g::choose_from_environment();
 }

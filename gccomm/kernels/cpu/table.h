@@ -105,6 +105,27 @@ struct WordPair {
     std::int64_t count;
 };
 
+// How the arrays of ranks are joined.
+enum class Joining : std::int32_t {
+    add_words,
+    max_words,
+    add_float32,
+    add_float64,
+    add_bfloat16,
+    add_float16,
+};
+constexpr int kJoinings = 6;
+
+// Arrays of one length, and where they are joined.
+struct Parts {
+    const std::uint64_t* parts;  // addresses, in the order of the ranks
+    std::int64_t ranks;
+    void* out;  // may be one of them, unless it is streamed
+    std::int64_t count;
+    Joining kind;
+    bool stream;  // past the caches
+};
+
 using ReduceFunction = void (*)(void* in, void* inout, int* length, void* datatype);
 
 // One per instruction-set level.
@@ -126,6 +147,7 @@ struct Kernels {
     void (*exponent_encode)(const float* values, std::uint32_t* out, std::int64_t count, std::uint32_t key0,
                             std::uint32_t key1, std::int64_t start);
     void (*exponent_decode)(const std::uint32_t* words, float* out, std::int64_t count);
+    void (*join_parts)(const Parts&);
 };
 
 }  // namespace gccomm

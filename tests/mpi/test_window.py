@@ -1,0 +1,201 @@
+"""Reductions through the memory that ranks of one host share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import gccomm_mpi
+import ml_dtypes
+import numpy as np
+import pytest
+from gccomm_mpi import window as window_module
+from gccomm_mpi.window import CHUNK_BYTES, SHARED_BYTES, SLOT_BYTES
+
+import gccomm
+
+KINDS = {
+    "words": np.uint32,
+    "maximum": np.uint32,
+    "float32": np.float32,
+    "float64": np.float64,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+}
+
+
+@pytest.fixture
+def backend(world: Any) -> Iterator[Any]:
+    if world.size == 1:
+        pytest.skip("one rank shares nothing")
+    parent = world.Dup()
+    handle = gccomm_mpi.connect(parent)
+    if handle._channel.window is None:
+        pytest.skip(f"no window: {handle._channel.no_window}")
+    yield handle
+    handle.close()
+    parent.Free()
+
+
+def draw(kind: str, rank: int, count: int) -> np.ndarray[Any, Any]:
+    """Small integers, whose sums are exact in any format, or words of any value."""
+    dtype = np.dtype(KINDS[kind])
+    rng = np.random.default_rng([rank, count])
+    if dtype == np.uint32:
+        return rng.integers(0, 2**32, count, dtype)
+    return rng.integers(-15, 16, count).astype(dtype)
+
+
+def expected(kind: str, size: int, count: int) -> np.ndarray[Any, Any]:
+    parts = np.stack([draw(kind, rank, count) for rank in range(size)])
+    if kind == "maximum":
+        return np.asarray(parts.max(axis=0))
+    return np.asarray(parts.astype(np.float64 if kind != "words" else np.uint32).sum(axis=0, dtype=None))
+
+
+def sizes(item: int) -> list[int]:
+    """Around the size from which ranks share the work, that of a chunk, and that of a slot."""
+    edges = [SHARED_BYTES // item, CHUNK_BYTES // item, SLOT_BYTES // item]
+    return [0, 1, 63, 1000, *(edge + d for edge in edges for d in (-1, 0, 1)), 2 * edges[1] + 17]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["in place", "apart", "from the room"])
+def test_every_kind_of_every_size(backend: Any, kind: str, way: str) -> None:
+    window, rank, dtype = backend._channel.window, backend.rank, np.dtype(KINDS[kind])
+    wire = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
+    for count in sizes(dtype.itemsize):
+        send = draw(kind, rank, count).view(wire)
+        recv = send
+        if way != "in place":
+            recv = np.full(count, 77).astype(wire)
+        room = window.room(send.nbytes)
+        if way == "from the room" and room is not None:
+            room.view(wire)[:] = send
+            send = room.view(wire)
+        window.join("test", send, recv, kind)
+        found = recv.view(dtype)
+        if dtype != np.uint32:
+            found = found.astype(np.float64)
+        want = expected(kind, backend.size, count)
+        np.testing.assert_array_equal(found, want.astype(found.dtype), err_msg=f"{count}")
+        if way == "apart":
+            np.testing.assert_array_equal(send.view(dtype), draw(kind, rank, count))
+
+
+def test_floats_get_the_same_bits_on_every_rank(backend: Any, world: Any) -> None:
+    for count in (1000, 300_001):
+        x = np.random.default_rng(world.rank).standard_normal(count).astype(np.float32)
+        total = np.empty_like(x)
+        backend.sum_floats(x, total, "float32")
+        assert len(set(world.allgather(total.tobytes()))) == 1
+
+
+def test_slots_are_not_written_before_all_have_read_them(backend: Any) -> None:
+    """Messages of all sizes in a row, by ranks that are late in turns."""
+    rng, late = np.random.default_rng(0), np.random.default_rng(backend.rank)
+    for step in range(300):
+        count = int(rng.integers(1, 40_000))
+        words = np.full(count, (backend.rank + 1) * step, np.uint32)
+        room = backend.room(words.nbytes)
+        assert room is not None
+        sums = np.empty_like(words)
+        if step % 2:
+            room.view(np.uint32)[:] = words
+            backend.sum_into(room.view(np.uint32), sums)
+        else:
+            backend.sum_into(words, sums)
+        assert (sums == step * backend.size * (backend.size + 1) // 2).all()
+        if late.random() < 0.1:
+            for _ in range(50):
+                os.sched_yield()
+
+
+def test_numbers_of_messages_wrap(backend: Any) -> None:
+    window = backend._channel.window
+    backend.maximum(np.ones(1, np.uint32))
+    backend._channel.arrive("test")
+    window._number = 0xFFFFFFFD
+    window_module.kernels.raise_flag(window._flag, 0xFFFFFFFD)
+    backend._channel.arrive("test")
+    for step in range(12):
+        words = np.full(100_000 if step % 3 else 10, step, np.uint32)
+        backend.sum_words(words)
+        assert (words == step * backend.size).all()
+
+
+def test_messages_of_the_program_go_on_meanwhile(world: Any) -> None:
+    """A large send that the peer takes before it joins the call: who waits must let MPI work."""
+    if world.size == 1:
+        pytest.skip("one rank sends nothing")
+    data = np.full(1 << 20, world.rank, np.float64)
+    with gccomm.init("mpi") as comm:
+        for _ in range(3):
+            if world.rank == 0:
+                requests = [world.Isend(data, peer, 5) for peer in range(1, world.size)]
+                total = comm.allreduce(np.ones(10))
+                for request in requests:
+                    request.Wait()
+            else:
+                world.Recv(data, 0, 5)
+                total = comm.allreduce(np.ones(10))
+                assert (data == 0).all()
+            assert (total == world.size).all()
+
+
+@pytest.mark.parametrize("fault", ["none", "hidden", "another"])
+def test_without_common_memory_messages_are_used(
+    world: Any, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """No memory on one rank, or one that cannot see that of the others: no rank uses it then."""
+    if world.size == 1:
+        pytest.skip("one rank shares nothing")
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(28, "no space left")
+
+    if world.rank == world.size - 1:
+        if fault == "none":
+            monkeypatch.setattr(os, "posix_fallocate", refuse)
+        elif fault == "hidden":
+            monkeypatch.setattr(window_module, "_see", refuse)
+        else:
+            monkeypatch.setattr(os, "pwrite", lambda *_: None)  # no token: as if it were another's memory
+    parent = world.Dup()
+    handle = gccomm_mpi.connect(parent)
+    assert handle.room(4) is None
+    assert len(set(world.allgather(handle._channel.no_window))) == 1
+    assert ("memory" if fault != "another" else "not the process") in handle._channel.no_window
+    words = np.ones(100_000, np.uint32)
+    handle.sum_words(words)
+    assert (words == world.size).all()
+    handle.close()
+    parent.Free()
+
+
+def test_results_are_those_of_messages(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {
+        "a": np.random.default_rng(world.rank).standard_normal((300, 1024)).astype(np.float32),
+        "b": np.arange(5000) * (world.rank + 1),
+        "c": np.random.default_rng(world.rank).standard_normal(50),
+    }
+    results = []
+    for window in ("1", "0"):
+        monkeypatch.setenv("GCCOMM_WINDOW", window)
+        parent = world.Dup()
+        with gccomm.init(comm=parent) as comm:
+            found = []
+            for codec in (
+                "rotated",
+                "uniform:wire_bits=4,scales=predicted",
+                "thc",
+                "rotated:headroom=checked",
+            ):
+                reducer = gccomm.Reducer(codec, comm=comm, op="sum")
+                found += [reducer(tree) for _ in range(3)]
+            results.append(found)
+        parent.Free()
+    for one, other in zip(*results, strict=True):
+        for key in tree:
+            assert one[key].tobytes() == other[key].tobytes()
