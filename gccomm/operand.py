@@ -18,6 +18,7 @@ from gccomm.batch import CUT_BLOCKS, Batch, Sample, segment_table
 from gccomm.kernels.table import DTYPE_CODES
 from gccomm.layout import BLOCK, MIN_PART, Geometry, LeafSpec, Range
 from gccomm.noise import private_keys
+from gccomm.sketch import Estimate
 from gccomm.steps import Buffer, Context, Words
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class Operand(Batch):
             gains=_address(gains),
         )
         if self.sketch is not None and base is None and hi == self.blocks:
-            self.sketch.project(scales, 65536 / limit if ratios is None else ratios)
+            self.sketch.project(scales, 65536 / limit if ratios is None else ratios, width)
 
     def decode(
         self,
@@ -270,14 +271,18 @@ class Operand(Batch):
             squares[at] = (self.scale_values(finite).astype(np.longdouble) * sample.steps) ** 2
         return energy, squares
 
-    def measured_energy(self, samples: Sequence[Sample]) -> np.longdouble:
-        """Return the squared norm of the sum that was decoded, where it was measured."""
+    def measured_energy(self, samples: Sequence[Sample]) -> Estimate:
+        """Return the squared norm of the sum that was decoded, where it was measured. What makes it uncertain
+        is the rounding of the kernel's counts: much of it where values are small for their lanes.
+        """
         energy, squares = self.measured(samples)
-        weights = np.zeros(self.blocks)
+        weights, units = np.zeros(self.blocks), np.zeros(self.blocks)
         for sample in samples:
-            weights[sample.lo : sample.hi] = sample.weight
+            at = slice(sample.lo, sample.hi)
+            weights[at], units[at] = sample.weight, 4.0 ** (sample.width - 11)
         total: np.longdouble = (energy * weights * squares).sum()
-        return total
+        rounding: np.longdouble = (self.lengths / 12 * units * weights * squares).sum()
+        return Estimate(total, rounding**2)
 
     # Whole tensors as NumPy arrays
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,23 @@ if TYPE_CHECKING:
     from gccomm.operand import Operand
     from gccomm.steps import Words
 
-__all__ = ["LARGEST", "Sketch", "chosen"]
+__all__ = ["LARGEST", "Estimate", "Sketch", "chosen"]
 
 FEW = 4  # operands that are all measured; of more, one
 PROJECTIONS = 1024  # of an operand, at most
 LARGEST = 1 << 21  # coordinates of an operand whose errors are kept for a moment
-UNIT, INPUT_UNIT = 1 / 64, 1 / 4  # of a step, in which projections of errors and of inputs travel
+UNIT = 1 / 64  # of a step, in which projections of errors travel
+
+
+class Estimate(NamedTuple):
+    """A figure, and its variance."""
+
+    value: np.longdouble
+    variance: np.longdouble
+
+    def plus(self, other: Estimate) -> Estimate:
+        """Return the sum of independent estimates."""
+        return Estimate(self.value + other.value, self.variance + other.variance)
 
 
 def chosen(count: int, step: int) -> range:
@@ -57,11 +68,12 @@ class Sketch:
 
     def __init__(self, x: Operand) -> None:
         self.x = x
-        count = min(PROJECTIONS, max(x.coordinates // 128, min(512, x.coordinates // 16)))
+        count = min(PROJECTIONS, x.coordinates // 16)
         self.words = np.zeros(2 * count, dtype=np.uint32)
         self.blocks = np.zeros(count, dtype=np.int64)  # that the projections are of
         self.total = 0.0  # sum of all blocks' lengths times squared steps, over the largest step's square
         self.top = np.longdouble(0)  # the largest step
+        self.fine = 0.0  # of a step, in which projections of inputs travel
         self.steps = np.zeros(x.blocks, dtype=np.longdouble)
         self.starts = np.cumsum(x.lengths) - x.lengths
         self.errors = np.empty(x.coordinates, dtype=np.float64 if x.float64 else np.float32)
@@ -83,10 +95,11 @@ class Sketch:
             self.x.table["res_out"] = 0
         self.errors = self.errors[:0].copy()
 
-    def project(self, scales: Words, ratios: Any) -> None:
+    def project(self, scales: Words, ratios: Any, width: int) -> None:
         """Write the projections of all blocks, just encoded, in units of their steps (ratio times scale).
 
-        Once: blocks may be encoded again for other reasons.
+        Once: blocks may be encoded again for other reasons. Lanes of ``width`` bits hold no input larger than
+        2^(width - 1) steps: that tells how fine a unit has room for the inputs' projections.
         """
         if self.done:
             return
@@ -102,7 +115,8 @@ class Sketch:
         marks = (np.arange(count) + 0.5) * (self.total / count)
         self.blocks = np.minimum(np.searchsorted(weights, marks), x.blocks - 1)
         self.words[:count] = self._levels(self._errors, UNIT)
-        self.words[count:] = self._levels(self._inputs, INPUT_UNIT)
+        self.fine = 2.0 ** (width - 1) * BLOCK * x.ranks / 2**31
+        self.words[count:] = self._levels(self._inputs, self.fine)
 
     def _levels(self, rows_of: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]], unit: float) -> Words:
         """Return the words that projections of rows travel in."""
@@ -148,17 +162,17 @@ class Sketch:
             self.x.load_block(block, row)
         return rows
 
-    def noise(self) -> np.longdouble:
-        """Return the estimate of the squared error of the operand's sum, from the summed words."""
+    def noise(self) -> Estimate:
+        """Return the squared error of the operand's sum, from the summed words."""
         return self._energy(self.words[: len(self.blocks)], UNIT)
 
-    def signal(self) -> np.longdouble:
-        """Return the estimate of the squared norm of the operand's exact sum, from the summed words."""
-        return self._energy(self.words[len(self.blocks) :], INPUT_UNIT)
+    def signal(self) -> Estimate:
+        """Return the squared norm of the operand's exact sum, from the summed words."""
+        return self._energy(self.words[len(self.blocks) :], self.fine)
 
-    def _energy(self, words: Words, unit: float) -> np.longdouble:
+    def _energy(self, words: Words, unit: float) -> Estimate:
         if self.top == 0 or not len(words):
-            return np.longdouble(0)
-        squares = (words.view(np.int32).astype(np.float64) * unit) ** 2
-        mean = (squares / self.x.lengths[self.blocks]).mean()
-        return np.longdouble(mean * self.total) * self.top**2
+            return Estimate(np.longdouble(0), np.longdouble(0))
+        parts = (words.view(np.int32).astype(np.float64) * unit) ** 2 / self.x.lengths[self.blocks]
+        whole = np.longdouble(self.total) * self.top**2
+        return Estimate(parts.mean() * whole, parts.var() / len(parts) * whole**2)

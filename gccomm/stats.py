@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gccomm.sketch import Estimate
+
 if TYPE_CHECKING:
     from gccomm.operand import Operand, Sample
     from gccomm.sketch import Sketch
@@ -32,16 +34,22 @@ class Measured:
     def vnmse(self) -> float:
         """Return ||error||^2 / ||sum||^2, NaN where nothing is known."""
         if self._vnmse is None:
-            noise, energy, signal = np.longdouble(0), np.longdouble(0), np.longdouble(0)
+            zero = Estimate(np.longdouble(0), np.longdouble(0))
+            noise, signal, energy = zero, zero, zero
             for x, samples, sketch in self._taken:
-                noise += sketch.noise()
-                energy += x.measured_energy(samples)
-                signal += sketch.signal()
+                noise, signal = noise.plus(sketch.noise()), signal.plus(sketch.signal())
+                energy = energy.plus(x.measured_energy(samples))
             self._taken.clear()
-            if 4 * noise < energy:  # else their difference is much less certain than they are
-                signal = energy - noise
-            self._vnmse = float(noise / signal) if signal > 0 else float("nan")
+            rest = Estimate(energy.value - noise.value, energy.variance + noise.variance)
+            self._vnmse = _over(noise.value, signal, rest)
         return self._vnmse
+
+
+def _over(noise: np.longdouble, one: Estimate, other: Estimate) -> float:
+    """Return noise over what two estimates say of the sum's energy, each by how certain it is."""
+    both = one.variance + other.variance
+    signal = one.value if both == 0 else (one.value * other.variance + other.value * one.variance) / both
+    return float(noise / signal) if signal > 0 else float("nan")
 
 
 @dataclass

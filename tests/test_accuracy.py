@@ -433,7 +433,7 @@ def test_without_matplotlib(
 
 def test_table_shows_the_largest_bits_and_redone_spans() -> None:
     def row(n: int, bits: float, redone: float) -> Row:
-        return Row("f", n, "c", {}, "", 0.5, [0.5], None, True, bits, 8, 4, redone, 0, 1.0)
+        return Row("f", n, "c", {}, "", 0.5, [0.5], None, [None], True, bits, 8, 4, redone, 0, 1.0)
 
     line = table("f", 100, [row(2, 8.0, 0), row(4, 8.25, 1)]).splitlines()[-1]
     assert line.split() == ["c", "8.25", "25.0%", "5.00e-01", "5.00e-01"]

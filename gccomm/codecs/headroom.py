@@ -145,7 +145,7 @@ def checked_steps(x: Operand, ratios: Sequence[float], ctx: Context, width: int,
     yield Sum(x.blocks, run.size, run.encode, run.decode)
     if run.failed:
         run.scales = scales.copy()  # its memory serves the next piece
-        x.sketch = None  # energies of wide lanes are too coarse to compare its errors with
+        x.sketch = None  # its sums may have been corrupted, too
         yield Redo(tuple(run.failed), run.wide_size, run.wide_encode, run.wide_decode, run.wide_lanes)
     return run.learn(energies)
 

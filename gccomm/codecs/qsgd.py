@@ -51,13 +51,12 @@ class QSGDMaxNorm(Codec):
     id: ClassVar[str] = "qsgd-mn"
     unit: ClassVar[str] = "tensor"
     private: ClassVar[bool] = True
+    sketched = True
 
     def __init__(self, wire_bits: int = 8, norm: str = "l2") -> None:
         self.wire_bits = lane_width(wire_bits)
         one_of("norm", norm, ("l2", "max"))
         self.norm = norm
-        # Energies of sums far below a lane's range are too coarse to compare errors with.
-        self.sketched = norm == "max" and self.wire_bits < 16
 
     def require_size(self, size: int, item_bytes: int) -> None:
         """Refuse more ranks than a lane has whole levels for."""

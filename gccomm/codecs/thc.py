@@ -67,6 +67,7 @@ class THC(Codec):
 
     id: ClassVar[str] = "thc"
     private: ClassVar[bool] = True
+    sketched = True
     rounding = "biased"
     biased = True
 
@@ -84,8 +85,6 @@ class THC(Codec):
         if granularity is not None:
             granularity = integer("granularity", granularity, "the table's largest integer", 1, LARGEST_GRID)
         self.granularity = granularity
-        # Energies of sums far below a lane's range are too coarse to compare errors with.
-        self.sketched = self.wire_bits <= 8 or (granularity or 0) >= 2 ** (self.wire_bits - 7)
         self.overflow = _probability(overflow)
         self.rotations = integer("rotations", rotations, "a number of rotations", 1, 2)
         if not isinstance(saturate, bool):

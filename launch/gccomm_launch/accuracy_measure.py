@@ -59,7 +59,9 @@ class Row:
     vnmse_steps : list of float or None
         The same for each measured step.
     vnmse_estimate : float or None
-        What the codec itself knows of it (`Stats.vnmse_estimate`), where it does.
+        What the codec itself knows of it (`Stats.vnmse_estimate`), in the steps where it does.
+    vnmse_estimate_steps : list of float or None
+        The same for each measured step; None where nothing was measured, as in steps that clamped.
     ranks_equal : bool or None
         All ranks have had the same bits.
     wire_bits : float or None
@@ -82,6 +84,7 @@ class Row:
     vnmse: float | None
     vnmse_steps: list[float | None]
     vnmse_estimate: float | None
+    vnmse_estimate_steps: list[float | None]
     ranks_equal: bool | None
     wire_bits: float | None
     lane_bits: float | None
@@ -194,6 +197,8 @@ class _Case:
         shapes = [leaf.shape for leaf in _leaves(one)]
         known = not self._refused
         coordinates = sum(leaf.size for leaf in _leaves(one))
+        # A step that clamps shows the estimate of the one before.
+        estimates = [None if s.clamps else _finite(s.vnmse_estimate) for s in self._stats]
         bits = _mean((s.wire_bytes - s.measure_bytes) * 8 / coordinates for s in self._stats)
         return Row(
             family,
@@ -203,7 +208,8 @@ class _Case:
             self._refused,
             _mean(self._errors),
             [_finite(error) for error in self._errors],
-            _mean(s.vnmse_estimate for s in self._stats),
+            _mean(x for x in estimates if x is not None),
+            estimates,
             self._equal if known else None,
             bits,
             32 / lanes(width) if isinstance(width, int) else None,
