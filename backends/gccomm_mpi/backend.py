@@ -13,7 +13,7 @@ from gccomm.backends import Activity, Backend, Bytes, FloatName, Words
 from gccomm.errors import BackendError
 from gccomm.operations import OPERATIONS, check_operation, reduce_parts
 from gccomm_mpi.channel import Channel, Operation, cached
-from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, exchange, exchange_in_order
+from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange_in_order
 from gccomm_mpi.failure import abort_job, guard
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 
@@ -100,14 +100,11 @@ class MpiBackend:
             if channel.window is not None:
                 channel.window.join(name, send, recv, operator.kind)
                 return
-            if self.size > 1 and recv.nbytes >= self.size * SHARE_BYTES:
-                for source, target in _pieces(send, recv, min(self.max_count, PIECE_BYTES // recv.itemsize)):
-                    exchange(channel, name, source, target, operator)
-                return
-            datatype = operator.datatype
-            for source, target in _pieces(send, recv, self.max_count):
-                first: Any = MPI.IN_PLACE if source is target else (source, datatype)
-                channel.complete(channel.comm.Iallreduce(first, (target, datatype), operator.op), name)
+            large = self.size > 1 and recv.nbytes >= self.size * SHARE_BYTES
+            reduce = channel.chooser.run if large else by_mpi
+            count = PIECE_BYTES // recv.itemsize if large else self.max_count
+            for source, target in _pieces(send, recv, min(self.max_count, count)):
+                reduce(channel, name, source, target, operator)
 
     def combine_words(self, words: Words, operation: str, seed: int, /) -> None:
         """Reduce the words over the ranks by an operation of gccomm's own, through gccomm's exchange.

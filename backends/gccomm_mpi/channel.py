@@ -16,7 +16,10 @@ from mpi4py import MPI
 
 from gccomm.backends import Patience
 from gccomm.errors import BackendError
+from gccomm_mpi.choice import Chooser
+from gccomm_mpi.exchange import by_mpi, exchange
 from gccomm_mpi.failure import abandon, abort_job
+from gccomm_mpi.ring import ring
 from gccomm_mpi.window import open_window
 
 __all__ = ["Channel", "Operation", "cached"]
@@ -50,6 +53,7 @@ class Channel:
         self.interrupt_deadline: float | None = None
         self.thread = threading.get_ident()
         self._scratch = np.empty(0, np.uint8)
+        self.chooser = Chooser({"ring": ring, "direct": exchange, "mpi": by_mpi})
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self.local_rank: int = host.rank

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 from mpi4py import MPI
 
-from gccomm_mpi.channel import Channel
 from gccomm_mpi.failure import abandon
 from gccomm_mpi.operators import Operator
 
-__all__ = ["PIECE_BYTES", "SHARE_BYTES", "exchange", "exchange_in_order"]
+if TYPE_CHECKING:
+    from gccomm_mpi.channel import Channel
+
+__all__ = ["PIECE_BYTES", "SHARE_BYTES", "by_mpi", "exchange", "exchange_in_order"]
 
 # Smaller shares go faster by MPI's own all-reduce, larger arrays in pieces.
 SHARE_BYTES = 1 << 15
@@ -27,6 +29,13 @@ PIECE_BYTES = 1 << 22
 _REDUCE_TAG, _GATHER_TAG = 1, 2
 
 Array = npt.NDArray[Any]
+
+
+def by_mpi(channel: Channel, name: str, send: Array, recv: Array, operator: Operator) -> None:
+    """Reduce `send` over the ranks into `recv` by MPI's own all-reduce; arguments as of :func:`exchange`."""
+    datatype = operator.datatype
+    first: Any = MPI.IN_PLACE if send is recv else (send, datatype)
+    channel.complete(channel.comm.Iallreduce(first, (recv, datatype), operator.op), name)
 
 
 def exchange(channel: Channel, name: str, send: Array, recv: Array, operator: Operator) -> None:

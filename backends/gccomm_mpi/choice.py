@@ -1,0 +1,73 @@
+"""Which algorithm reduces arrays of a size: measured in the first calls, and agreed upon by all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+__all__ = ["VARIABLE", "Chooser"]
+
+VARIABLE = "GCCOMM_ALLREDUCE"
+ROUNDS = 3  # calls of each algorithm that are measured; the first one, which warms up, does not count
+
+
+@dataclass
+class _Trial:
+    """The measurements of one class of sizes."""
+
+    calls: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)  # the least of each
+    chosen: str | None = None
+
+
+class Chooser:
+    """Tries the algorithms on the calls as they come, in turns, then keeps to the fastest.
+
+    A size class is a power of two of bytes. Trials go in step on all ranks, since all make the same calls; an
+    algorithm counts by its slowest rank's best time. Sums of words do not depend on what is chosen.
+
+    Parameters
+    ----------
+    algorithms : mapping of str to callable
+        ``run(channel, name, send, recv, operator)`` by name.
+
+    Raises
+    ------
+    ValueError
+        ``GCCOMM_ALLREDUCE`` names no algorithm.
+    """
+
+    def __init__(self, algorithms: Mapping[str, Callable[..., None]]) -> None:
+        self.algorithms = algorithms
+        self.trials: dict[int, _Trial] = {}
+        self.fixed = os.environ.get(VARIABLE, "") or None
+        if self.fixed is not None and self.fixed not in algorithms:
+            names = ", ".join(algorithms)
+            msg = f"the environment variable {VARIABLE} must be one of {names}; got {self.fixed!r}"
+            raise ValueError(msg)
+
+    def run(self, channel: Any, name: str, send: Any, recv: Any, operator: Any) -> None:
+        """Reduce by the algorithm that is best, or on trial."""
+        trial = self.trials.setdefault(int(recv.nbytes).bit_length(), _Trial())
+        chosen = self.fixed or trial.chosen
+        if chosen is not None:
+            self.algorithms[chosen](channel, name, send, recv, operator)
+            return
+        names = list(self.algorithms)
+        tried, warm = names[trial.calls % len(names)], trial.calls >= len(names)
+        trial.calls += 1
+        start = perf_counter()
+        self.algorithms[tried](channel, name, send, recv, operator)
+        if warm:
+            trial.seconds[tried] = min(perf_counter() - start, trial.seconds.get(tried, float("inf")))
+        if trial.calls == ROUNDS * len(names):
+            slowest = np.array([trial.seconds[x] for x in names])
+            channel.complete(channel.comm.Iallreduce(MPI.IN_PLACE, slowest, MPI.MAX), name)
+            trial.chosen = names[int(slowest.argmin())]
+            trial.seconds = dict(zip(names, slowest.tolist(), strict=True))
