@@ -1,0 +1,61 @@
+"""How a command gets into a host of the lab: by a script that is called as ssh is, HOST COMMAND...
+
+A host is more than a network namespace. Its own UTS namespace gives it its name, by which Open MPI tells
+hosts apart. Its own IPC and PID namespaces and /dev/shm keep MPI libraries from passing bytes between hosts
+through shared memory, as MPICH does where it can. And when the first process of a PID namespace ends, the
+kernel ends all the others.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gccomm_launch.netlab_plan import PREFIX
+
+__all__ = ["agent", "enter", "script"]
+
+_NAMESPACES = "--mount --uts --ipc --pid --fork --kill-child --mount-proc"
+
+_SCRIPT = """#!/bin/sh
+# HOST COMMAND...: run COMMAND, words for a shell, in a host of the lab. Options of ssh are passed over.
+while [ "${{1#-}}" != "$1" ]; do shift; done
+host=$1; shift
+exec ip netns exec {prefix}"$host" unshare {namespaces} sh -c '
+    set -e
+    hostname "$1"
+    mount -t tmpfs lab /dev/shm
+    mount -t tmpfs lab {folder}/tmp
+    mount --bind {folder}/hosts /etc/hosts
+    set +e
+    shift
+    exec sh -c "$*"' sh "$host" "$@"
+"""
+
+
+def script(folder: Path) -> str:
+    """Return the text of the agent whose files are in `folder`: the file ``hosts`` and the folder ``tmp``.
+
+    Each host sees a folder of its own in the place of ``tmp``.
+    """
+    return _SCRIPT.format(prefix=PREFIX, namespaces=_NAMESPACES, folder=folder)
+
+
+@contextmanager
+def agent(hosts: str) -> Iterator[Path]:
+    """Write the agent and the file /etc/hosts with the text `hosts` for as long as they are needed."""
+    with TemporaryDirectory(prefix="gccomm-netlab-") as name:
+        folder, path = Path(name), Path(name, "agent")
+        (folder / "tmp").mkdir()
+        (folder / "hosts").write_text(hosts, encoding="utf-8")
+        path.write_text(script(folder), encoding="utf-8")
+        path.chmod(0o755)
+        yield path
+
+
+def enter(path: Path, host: str, command: Sequence[str]) -> list[str]:
+    """Return the command that runs `command` in a host, by the agent at `path`; it ends with this process."""
+    return ["setpriv", "--pdeathsig", "KILL", str(path), host, f"exec {shlex.join(command)}"]
