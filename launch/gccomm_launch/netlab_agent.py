@@ -16,7 +16,9 @@ from tempfile import TemporaryDirectory
 
 from gccomm_launch.netlab_plan import PREFIX
 
-__all__ = ["agent", "enter", "script"]
+__all__ = ["FOLDER", "agent", "enter", "script"]
+
+FOLDER = "gccomm-netlab-"
 
 _NAMESPACES = "--mount --uts --ipc --pid --fork --kill-child --mount-proc"
 
@@ -47,7 +49,7 @@ def script(folder: Path) -> str:
 @contextmanager
 def agent(hosts: str) -> Iterator[Path]:
     """Write the agent and the file /etc/hosts with the text `hosts` for as long as they are needed."""
-    with TemporaryDirectory(prefix="gccomm-netlab-") as name:
+    with TemporaryDirectory(prefix=FOLDER) as name:
         folder, path = Path(name), Path(name, "agent")
         (folder / "tmp").mkdir()
         (folder / "hosts").write_text(hosts, encoding="utf-8")

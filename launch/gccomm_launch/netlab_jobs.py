@@ -80,7 +80,7 @@ def launch(
 
 
 def prepare(environ: MutableMapping[str, str], launcher: Launcher, lab: Lab, ranks: int, cores: int) -> None:
-    """Set the variables of a job of `ranks` ranks; those of MPI and MASTER_PORT only where they are not set."""
+    """Set the variables of a job of `ranks` ranks; MPI's and MASTER_PORT only where they are not set."""
     launcher.prepare(environ, root=True)
     if launcher.family == "Open MPI" and ranks > cores:
         # Each host has cores enough for its own ranks, as it sees it; yet all hosts share them.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from gccomm_launch.netlab_rates import burst
+from gccomm_launch.netlab_rates import burst, check_not_faster
 
 __all__ = ["PREFIX", "VARIABLE", "Lab", "address", "build", "namespace"]
 
@@ -37,8 +37,9 @@ class Lab:
         Switches r1, r2, ..., with as many hosts each as there can be, in order.
     rack_rate : int
         Bits per second of each switch's link to the others; `rate` where there is one rack.
-    measured : float
-        Bytes per second that a TCP connection carried over the slowest link, 0 where that is not known.
+    measured, measured_across : float
+        Bytes per second that a TCP connection carried between two hosts, of one rack if there are such, and
+        between racks; 0 where that is not known.
     """
 
     hosts: int
@@ -46,6 +47,7 @@ class Lab:
     racks: int = 1
     rack_rate: int = 0
     measured: float = 0.0
+    measured_across: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rack_rate", self.rack_rate or self.rate)
@@ -62,6 +64,32 @@ class Lab:
     def path_rate(self, source: int, target: int) -> int:
         """Return the rate of the slowest link between two hosts, in bits per second."""
         return self.rate if self.rack(source) == self.rack(target) else min(self.rate, self.rack_rate)
+
+    def bound(self, payload: int, numbers: Collection[int]) -> float:
+        """Return the least seconds of an all-reduce of `payload` bytes over the hosts of these numbers.
+
+        From what the links carry as measured: n hosts, or racks, each have to send 2(n-1)/n of the bytes.
+        """
+        shares = self._shares(payload, numbers)
+        rates = (self.measured, self.measured_across)
+        return max(share / speed for share, speed in zip(shares, rates, strict=True) if share)
+
+    def check(self, payload: int, seconds: float, numbers: Collection[int]) -> None:
+        """Refuse an all-reduce that was faster than the links' rates allow; see :meth:`bound`.
+
+        Raises
+        ------
+        FasterThanLinkError
+            It was.
+        """
+        shares = self._shares(payload, numbers)
+        for share, bits in zip(shares, (self.rate, self.rack_rate), strict=True):
+            check_not_faster(share, seconds, bits)
+
+    def _shares(self, payload: int, numbers: Collection[int]) -> tuple[float, float]:
+        """Return what a host and what a rack have to send."""
+        hosts, racks = len(set(numbers)), len({self.rack(number) for number in numbers})
+        return payload * 2 * (hosts - 1) / hosts, payload * 2 * (racks - 1) / racks
 
     def namespaces(self) -> list[str]:
         """Return the names of all namespaces."""

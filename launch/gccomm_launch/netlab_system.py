@@ -12,10 +12,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import gettempdir
 
+from gccomm_launch.netlab_agent import FOLDER
 from gccomm_launch.netlab_plan import PREFIX, Lab, build
 
-__all__ = ["NetlabError", "existing", "occupied", "raise_lab", "save", "standing", "tear_down", "why_not"]
+__all__ = [
+    "NetlabError",
+    "existing",
+    "occupied",
+    "processes",
+    "raise_lab",
+    "save",
+    "standing",
+    "tear_down",
+    "why_not",
+]
 
 # Both go with a reboot, as namespaces do.
 STATE = Path("/run/gccomm-netlab")
@@ -129,7 +141,10 @@ def tear_down() -> list[str]:
     ]
     if failed:
         raise NetlabError("; ".join(failed))
-    shutil.rmtree(STATE, ignore_errors=True)
+    # Folders of jobs that were killed and could not remove them.
+    folders = [path for path in Path(gettempdir()).glob(f"{FOLDER}*") if path.stat().st_uid == os.geteuid()]
+    for folder in [STATE, *folders]:
+        shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
