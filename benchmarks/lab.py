@@ -3,9 +3,9 @@
     gccomm netlab up --hosts 4 --rate 1gbit
     gccomm netlab run -n 4 benchmarks/lab.py --size 16M --json FILE
 
-MPI's own all-reduce of float32, and of as many bytes as there are coordinates, in 32-bit words; gccomm's codecs;
-torch.distributed's gloo where PyTorch is installed. The bound of each is what its bytes take at the measured rate
-of the link. A run that is faster than its link is refused.
+MPI's own all-reduce of float32, and of as many bytes as there are coordinates, in 32-bit words; gccomm's
+codecs; torch.distributed's gloo where PyTorch is installed. The bound of each is what its bytes take at the
+measured rate of the link. A run that is faster than its link is refused.
 """
 
 from __future__ import annotations
@@ -173,11 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FasterThanLinkError as error:
         return finish(f"lab.py: refused: {error}", 1)
     report = {"machine": machine(), "ranks": comm.size, "lab": asdict(lab), "hosts": hosts, "rows": rows}
+    heading = [f"{comm.size} ranks, {report['machine']['mpi']}", *lab.describe()]
     if comm.rank == 0:
-        print(
-            "\n".join([f"# {comm.size} ranks, {machine()['mpi']}, {lab}", HEADER, *map(line, rows)]),
-            flush=True,
-        )
+        print("\n".join([*(f"# {text}" for text in heading), HEADER, *map(line, rows)]), flush=True)
         if options.json is not None:
             write_json(options.json, report)
     return 0

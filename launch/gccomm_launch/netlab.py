@@ -12,7 +12,7 @@ from gccomm_launch.arguments import positive
 from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 from gccomm_launch.netlab_agent import agent, enter
 from gccomm_launch.netlab_jobs import launch, places, prepare
-from gccomm_launch.netlab_plan import Lab, address
+from gccomm_launch.netlab_plan import Lab
 from gccomm_launch.netlab_probe import link_rate, pairs, transfer
 from gccomm_launch.netlab_rates import FasterThanLinkError, check_not_faster, format_rate, rate
 from gccomm_launch.netlab_system import (
@@ -94,7 +94,7 @@ def _up(argv: Sequence[str]) -> int:
     _need_root()
     lab = Lab(options.hosts, options.rate, options.racks, options.rack_rate or 0)
     raise_lab(lab)
-    print(_describe(lab))
+    print("\n".join(lab.describe()))
     try:
         _measure(lab)
     except BaseException:
@@ -116,16 +116,15 @@ def _run(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     program = program_of(parser, options)
     _need_root()
-    lab = standing()
-    try:
-        where = places(options.n, options.per_host, lab)
-    except ValueError as error:
-        parser.error(str(error))
     launcher = find_launcher(options.mpiexec)
-    environ = dict(os.environ)
-    prepare(environ, launcher, lab, options.n, len(os.sched_getaffinity(0)))
-    limit_threads(environ, options.n)
-    with occupied(), agent(lab.hosts_file()) as path:
+    with occupied() as lab, agent(lab.hosts_file()) as path:
+        try:
+            where = places(options.n, options.per_host, lab)
+        except ValueError as error:
+            parser.error(str(error))
+        environ = dict(os.environ)
+        prepare(environ, launcher, lab, options.n, len(os.sched_getaffinity(0)))
+        limit_threads(environ, options.n)
         command = enter(path, where[0][0], launch(launcher, path, where, program))
         return supervise(command, environ, group=True)
 
@@ -133,10 +132,7 @@ def _run(argv: Sequence[str]) -> int:
 def _status(argv: Sequence[str]) -> int:
     argparse.ArgumentParser(prog="gccomm netlab status", description="Show the lab.").parse_args(argv)
     lab = standing()
-    print(_describe(lab))
-    if lab.measured:
-        between = f", {lab.measured_across / 1e6:.1f} MB/s between racks" if lab.racks > 1 else ""
-        print(f"measured: {lab.measured / 1e6:.1f} MB/s{between}")
+    print("\n".join(lab.describe()))
     running = sum(len(processes(name)) for name in lab.namespaces())
     print(f"processes in it: {running}")
     return 0
@@ -149,8 +145,8 @@ def _probe(argv: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=positive, default=1, metavar="S", help="for each (default 1)")
     options = parser.parse_args(argv)
     _need_root()
-    with occupied():
-        _measure(standing(), options.seconds)
+    with occupied() as lab:
+        _measure(lab, options.seconds)
     return 0
 
 
@@ -182,18 +178,6 @@ def _measure(lab: Lab, seconds: float = 1.0) -> None:
         check_not_faster(carried * seconds, seconds, bits)
         (within if lab.rack(source) == lab.rack(target) else across).append(carried)
     save(replace(lab, measured=min(within or across or [0.0]), measured_across=min(across or [0.0])))
-
-
-def _describe(lab: Lab) -> str:
-    hosts = (
-        f"h1 to h{lab.hosts}, {address(1)} to {address(lab.hosts)}" if lab.hosts > 1 else f"h1, {address(1)}"
-    )
-    text = f"{lab.hosts} host{'s' if lab.hosts > 1 else ''} ({hosts}), {format_rate(lab.rate)} each way"
-    if lab.racks > 1:
-        racks = [[n for n in range(1, lab.hosts + 1) if lab.rack(n) == r] for r in range(1, lab.racks + 1)]
-        members = ", ".join(f"r{r} with h{m[0]} to h{m[-1]}" for r, m in enumerate(racks, 1))
-        text += f"\n{lab.racks} racks ({members}), {format_rate(lab.rack_rate)} between them"
-    return text
 
 
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from gccomm_launch.netlab_rates import burst, check_not_faster
+from gccomm_launch.netlab_rates import burst, check_not_faster, format_rate
 
 __all__ = ["PREFIX", "VARIABLE", "Lab", "address", "build", "namespace"]
 
@@ -96,6 +96,21 @@ class Lab:
         switches = [f"r{number}" for number in range(1, self.racks + 1)]
         core = [_CORE] if self.racks > 1 else []
         return [namespace(name) for name in [*self.names, *switches, *core]]
+
+    def describe(self) -> list[str]:
+        """Return what the lab consists of, in lines."""
+        names = f"h1 to h{self.hosts}, {address(1)} to {address(self.hosts)}" if self.hosts > 1 else "h1"
+        lines = [f"{self.hosts} host{'s'[: self.hosts - 1]} ({names}), {format_rate(self.rate)} each way"]
+        if self.racks > 1:
+            racks = [
+                [n for n in range(1, self.hosts + 1) if self.rack(n) == r + 1] for r in range(self.racks)
+            ]
+            members = "; ".join(" ".join(f"h{n}" for n in rack) for rack in racks)
+            lines.append(f"{self.racks} racks ({members}), {format_rate(self.rack_rate)} between them")
+        if self.measured:
+            across = f", {self.measured_across / 1e6:.1f} MB/s between racks" if self.racks > 1 else ""
+            lines.append(f"measured: {self.measured / 1e6:.1f} MB/s{across}")
+        return lines
 
     def hosts_file(self) -> str:
         """Return /etc/hosts of the hosts."""

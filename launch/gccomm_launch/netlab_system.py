@@ -149,21 +149,23 @@ def tear_down() -> list[str]:
 
 
 @contextmanager
-def occupied() -> Iterator[None]:
-    """Keep the lab's links for the caller: two jobs at a time would each see half a link.
+def occupied() -> Iterator[Lab]:
+    """Give the lab that is up, for the caller alone: of two jobs at a time each would see half a link.
 
     Raises
     ------
     NetlabError
-        Another process has them.
+        No lab is up, or another process is in it.
     """
+    lab = standing()
     handle = os.open(STATE, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        message = "another `gccomm netlab run` or `probe` is in the lab; wait for its end"
-        raise NetlabError(message) from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = "another `gccomm netlab run` or `probe` is in the lab; wait for its end"
+            raise NetlabError(message) from None
+        yield lab
     finally:
         os.close(handle)
 
