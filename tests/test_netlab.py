@@ -26,7 +26,7 @@ from gccomm_launch.netlab import (
     netlab,
     why_not,
 )
-from gccomm_launch.netlab_agent import enter, script
+from gccomm_launch.netlab_agent import SCRIPT, enter
 from gccomm_launch.netlab_jobs import launch, places, prepare
 from gccomm_launch.netlab_plan import VARIABLE, build
 from gccomm_launch.netlab_probe import pairs
@@ -167,7 +167,7 @@ def test_variables_of_a_job() -> None:
 
 def test_agent_takes_the_arguments_of_ssh(tmp_path: Path) -> None:
     path, tools = tmp_path / "agent", tmp_path / "tools"
-    path.write_text(script(tmp_path))
+    path.write_text(SCRIPT)
     path.chmod(0o755)
     tools.mkdir()
     (tools / "ip").write_text('#!/bin/sh\nfor word in "$@"; do printf "[%s]" "$word"; done\n')
@@ -177,7 +177,7 @@ def test_agent_takes_the_arguments_of_ssh(tmp_path: Path) -> None:
         command = [str(path), *options, "h2", "echo", "a b"]
         said = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
         assert said.startswith("[netns][exec][gccomm-lab-h2][unshare][--mount][--uts][--ipc][--pid]")
-        assert said.endswith("[sh][h2][echo][a b]")
+        assert said.endswith(f"[sh][h2][{tmp_path}][echo][a b]")
     assert enter(path, "h1", ["python", "a b"])[-3:] == [str(path), "h1", "exec python 'a b'"]
 
 
@@ -287,13 +287,13 @@ def test_lab_that_cannot_be_built_is_removed(
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    """Two hosts with links of 200 Mbit/s."""
+    """Two hosts in one rack and one in another."""
     reason = why_not()
     if reason is None and (found := netlab_system.existing()):
         reason = f"a lab is up already ({' '.join(found)})"
     if reason is not None:
         pytest.skip(reason)
-    assert netlab(["up", "--hosts", "2", "--rate", "200mbit"]) == 0
+    assert netlab(["up", "--hosts", "3", "--rate", "200mbit", "--racks", "2", "--rack-rate", "50mbit"]) == 0
     try:
         yield netlab_system.standing()
     finally:
@@ -358,10 +358,10 @@ def deserted(lab: Lab) -> bool:
 
 
 def test_links_are_limited_both_ways(lab: Lab) -> None:
-    for source, target in ((1, 2), (2, 1)):
+    for source, target, bits in ((1, 2, 200), (2, 1, 200), (1, 3, 50), (3, 1, 50)):
         carried = link_rate(source, target)
         assert carried > 0
-        check_not_faster(carried, 1.0, lab.rate)
+        check_not_faster(carried, 1.0, bits * 10**6)
     assert deserted(lab)
 
 
@@ -369,18 +369,20 @@ def test_a_second_lab_is_refused(lab: Lab, capsys: pytest.CaptureFixture[str]) -
     assert netlab(["up"]) == 1
     assert "a lab is up already" in capsys.readouterr().err
     assert netlab(["status"]) == 0
-    assert "2 hosts (h1 to h2, 10.77.0.1 to 10.77.0.2), 200mbit each way" in capsys.readouterr().out
+    assert "3 hosts (h1 to h3, 10.77.0.1 to 10.77.0.3), 200mbit each way" in capsys.readouterr().out
 
 
 def test_probe_is_noted(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     assert netlab(["probe"]) == 0
     assert "h2 to h1: " in capsys.readouterr().out
-    assert 0 < netlab_system.standing().measured < lab.rate / 8 * 1.02
+    noted = netlab_system.standing()
+    assert 0 < noted.measured < lab.rate / 8 * 1.02
+    assert 0 < noted.measured_across < lab.rack_rate / 8 * 1.02
 
 
-@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (4, 2), (3, 2)])
+@pytest.mark.parametrize(("ranks", "each"), [(3, 1), (4, 2), (3, 2)])
 def test_ranks_have_hosts(mpi_lab: Lab, rank: Path, ranks: int, each: int) -> None:
-    done = job("-n", ranks, rank, "sum")
+    done = job("-n", ranks, "--per-host", each, rank, "sum")
     assert done.returncode == 0, done.stderr
     total = float(ranks * (ranks + 1) // 2)
     for number in range(ranks):
@@ -396,9 +398,9 @@ def test_module_and_too_many_ranks(mpi_lab: Lab, rank: Path, monkeypatch: pytest
     done = job("-n", "1", "-m", "rank", "sum")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("0|")
-    done = job("-n", "5", "--per-host", "2", rank, "sum")
+    done = job("-n", "7", "--per-host", "2", rank, "sum")
     assert done.returncode == 2
-    assert "5 ranks, 2 a host, need 3 hosts; the lab has 2" in done.stderr
+    assert "7 ranks, 2 a host, need 4 hosts; the lab has 3" in done.stderr
 
 
 def test_one_rank_ends_the_job(mpi_lab: Lab, rank: Path) -> None:

@@ -54,7 +54,7 @@ def netlab(argv: Sequence[str]) -> int:
     command, _ = _COMMANDS[options.command]
     try:
         return command(options.arguments)
-    except (NetlabError, NoLauncherError) as error:
+    except (FasterThanLinkError, NetlabError, NoLauncherError) as error:
         print(f"gccomm netlab {options.command}: {error}", file=sys.stderr)
         return 1
 

@@ -16,34 +16,28 @@ from tempfile import TemporaryDirectory
 
 from gccomm_launch.netlab_plan import PREFIX
 
-__all__ = ["FOLDER", "agent", "enter", "script"]
+__all__ = ["FOLDER", "SCRIPT", "agent", "enter"]
 
 FOLDER = "gccomm-netlab-"
 
-_NAMESPACES = "--mount --uts --ipc --pid --fork --kill-child --mount-proc"
-
-_SCRIPT = """#!/bin/sh
+# Beside it lie the file hosts and an empty folder tmp; each host sees another folder in the place of that.
+SCRIPT = f"""#!/bin/sh
 # HOST COMMAND...: run COMMAND, words for a shell, in a host of the lab. Options of ssh are passed over.
 while [ "${{1#-}}" != "$1" ]; do shift; done
-host=$1; shift
-exec ip netns exec {prefix}"$host" unshare {namespaces} sh -c '
-    set -e
-    hostname "$1"
-    mount -t tmpfs lab /dev/shm
-    mount -t tmpfs lab {folder}/tmp
-    mount --bind {folder}/hosts /etc/hosts
-    set +e
-    shift
-    exec sh -c "$*"' sh "$host" "$@"
+host=$1
+shift
+exec ip netns exec {PREFIX}"$host" \\
+    unshare --mount --uts --ipc --pid --fork --kill-child --mount-proc sh -c '
+        set -e
+        hostname "$1"
+        mount -t tmpfs lab /dev/shm
+        mount -t tmpfs lab "$2/tmp"
+        mount --bind "$2/hosts" /etc/hosts
+        set +e
+        shift 2
+        exec sh -c "$*"
+    ' sh "$host" "$(dirname "$0")" "$@"
 """
-
-
-def script(folder: Path) -> str:
-    """Return the text of the agent whose files are in `folder`: the file ``hosts`` and the folder ``tmp``.
-
-    Each host sees a folder of its own in the place of ``tmp``.
-    """
-    return _SCRIPT.format(prefix=PREFIX, namespaces=_NAMESPACES, folder=folder)
 
 
 @contextmanager
@@ -53,7 +47,7 @@ def agent(hosts: str) -> Iterator[Path]:
         folder, path = Path(name), Path(name, "agent")
         (folder / "tmp").mkdir()
         (folder / "hosts").write_text(hosts, encoding="utf-8")
-        path.write_text(script(folder), encoding="utf-8")
+        path.write_text(SCRIPT, encoding="utf-8")
         path.chmod(0o755)
         yield path
 

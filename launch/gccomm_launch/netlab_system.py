@@ -33,7 +33,14 @@ __all__ = [
 STATE = Path("/run/gccomm-netlab")
 NAMESPACES = Path("/run/netns")
 
-_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "setpriv": "util-linux"}
+_TOOLS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "setpriv": "util-linux",
+    "mount": "mount",
+    "hostname": "hostname",
+}
 _TRIAL = (
     "ip link add name bridge type bridge && ip link add name near type veth peer name far && "
     "tc qdisc add dev near root tbf rate 1gbit burst 256kb latency 50ms && "
