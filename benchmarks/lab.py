@@ -130,6 +130,8 @@ def network(bandwidth: float | None, mpi: MPI.Intracomm) -> tuple[Lab, list[int]
     lab = Lab.from_environ(os.environ)
     if lab is None and bandwidth is None:
         return "start it by `gccomm netlab run`, or say by --bandwidth what the links between the hosts carry"
+    if lab is not None and not (lab.measured or bandwidth):
+        return "what the links carry is not known; measure it by `gccomm netlab probe`"
     if len(set(names)) == 1:
         return "all ranks are on one host, so there is no link to measure"
     if lab is None:
