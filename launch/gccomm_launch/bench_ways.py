@@ -31,8 +31,8 @@ class Way:
     name : str
         What reports call it.
     kind : str
-        "mpi": MPI's own reduction of the array; "float": gccomm's float sums (raw, bf16, fp16); "codec": the
-        rest.
+        "mpi": MPI's own reduction of the array; "float": gccomm's float sums (raw, bf16, fp16); "codec": its
+        other codecs; "gloo": torch.distributed's.
     call : callable
         Reduces and returns the result; collective.
     wire_bytes : callable
@@ -40,7 +40,7 @@ class Way:
     """
 
     name: str
-    kind: Literal["mpi", "float", "codec"]
+    kind: Literal["mpi", "float", "codec", "gloo"]
     call: Callable[[], Array]
     wire_bytes: Callable[[], int]
 

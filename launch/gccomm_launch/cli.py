@@ -14,6 +14,10 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": ("gccomm_launch.run:run", "run a script on several processes of this host"),
     "bench": ("gccomm_launch.bench:bench", "time all-reduces, or measure the accuracy of codecs"),
+    "netlab": (
+        "gccomm_launch.netlab:netlab",
+        "hosts on this machine with links of limited rate, and jobs in them",
+    ),
     "codecs": ("gccomm_launch.codecs:codecs", "list the codecs that are installed"),
 }
 

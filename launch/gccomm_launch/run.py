@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
 from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 
-__all__ = ["run"]
+__all__ = ["add_program", "limit_threads", "program_of", "run", "supervise"]
 
 # How long the launcher may take to end its ranks after a signal.
 GRACE_S = 8.0
@@ -53,11 +53,15 @@ def run(argv: Sequence[str]) -> int:
     cores = len(os.sched_getaffinity(0))
     environ = dict(os.environ)
     launcher.prepare(environ, root=os.geteuid() == 0)
-    for variable in _THREADS:
-        environ.setdefault(variable, str(max(1, cores // options.n)))
+    limit_threads(environ, options.n)
     command = [str(launcher.path), "-n", str(options.n), *launcher.options(options.n, cores)]
-    # mpi4py's runner aborts the job when a rank raises or exits with an error.
-    return _supervise([*command, sys.executable, "-m", "mpi4py", *program], environ)
+    return supervise([*command, *program], environ)
+
+
+def limit_threads(environ: MutableMapping[str, str], ranks: int) -> None:
+    """Let pools of threads of `ranks` ranks share this machine's cores, unless they are set already."""
+    for variable in _THREADS:
+        environ.setdefault(variable, str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -66,6 +70,13 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Run a Python script on N processes of this host; one failing process ends all.",
         epilog="Several hosts need the mpiexec or srun of the cluster; see the documentation.",
     )
+    add_program(parser)
+    options = parser.parse_args(argv)
+    return options, program_of(parser, options)
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what to run on how many ranks: ``-n``, ``--mpiexec``, ``-m``, the script."""
     parser.add_argument("-n", type=int, required=True, metavar="N", help="number of processes")
     parser.add_argument(
         "--mpiexec", metavar="PATH", help="launcher to use instead of the one beside this Python"
@@ -77,26 +88,44 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="run a module, as `python -m` does, with its arguments",
     )
     parser.add_argument("script", nargs=argparse.REMAINDER, help="script and its arguments")
-    options = parser.parse_args(argv)
+
+
+def program_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """Return a rank's command from the arguments of :func:`add_program`; status 2 where they are wrong."""
     if options.n < 1:
         parser.error(f"-n must be at least 1; got {options.n}")
+    # mpi4py's runner aborts the job when a rank raises or exits with an error.
+    runner = [sys.executable, "-m", "mpi4py"]
     if options.module:
-        return options, ["-m", *options.module]
+        return [*runner, "-m", *options.module]
     if not options.script:
         parser.error("a script, or -m and a module, is missing")
     if not Path(options.script[0]).is_file():
         parser.error(f"there is no script {options.script[0]}")
-    return options, options.script
+    return [*runner, *options.script]
 
 
-def _supervise(command: Sequence[str], environ: dict[str, str]) -> int:
-    """Run `command` in a session of its own, pass signals on, and leave none of its processes behind."""
+def supervise(command: Sequence[str], environ: dict[str, str], *, group: bool = False) -> int:
+    """Run `command` in a session of its own, pass signals on, and leave none of its processes behind.
+
+    Parameters
+    ----------
+    command, environ
+        What to run.
+    group : bool
+        Pass signals on to the command's process group, as a terminal does, rather than to the command.
+
+    Returns
+    -------
+    int
+        Exit status; 128 + s after a signal s to this process or to the command.
+    """
     # A terminal belongs to our session, so the job cannot read from it.
     stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
     with _signals() as received:
         process = subprocess.Popen(command, env=environ, stdin=stdin, start_new_session=True)
         try:
-            status = _wait(process, received)
+            status = _wait(process, received, group)
         finally:
             _kill(_family(process.pid))
             process.wait()
@@ -105,12 +134,16 @@ def _supervise(command: Sequence[str], environ: dict[str, str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _wait(process: subprocess.Popen[bytes], received: list[int]) -> int:
+def _wait(process: subprocess.Popen[bytes], received: list[int], group: bool) -> int:
     """Wait for the launcher, or after a signal for `GRACE_S` seconds."""
     forwarded, end = 0, float("inf")
     while time.monotonic() < end:
         while forwarded < len(received):
-            process.send_signal(received[forwarded])
+            if group:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, received[forwarded])
+            else:
+                process.send_signal(received[forwarded])
             forwarded += 1
             end = min(end, time.monotonic() + GRACE_S)
         try:

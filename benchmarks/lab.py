@@ -1,0 +1,195 @@
+"""All-reduces over links of limited rate, against each other and against what the link can carry.
+
+    gccomm netlab up --hosts 4 --rate 1gbit
+    gccomm netlab run -n 4 benchmarks/lab.py --size 16M --json FILE
+
+MPI's own all-reduce of float32, and of as many bytes as there are coordinates, in 32-bit words; gccomm's
+codecs; torch.distributed's gloo where PyTorch is installed. The bound of each is what its bytes take at the
+measured rate of the link. A run that is faster than its link is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gccomm_launch.arguments import byte_count, natural, output, positive
+from gccomm_launch.bench import write_json
+from gccomm_launch.bench_report import machine, make_row
+from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
+from gccomm_launch.bench_ways import Way, codec_way, mpi_ways, usable_ways
+from gccomm_launch.netlab import FasterThanLinkError, Lab
+from mpi4py import MPI
+
+import gccomm
+
+CODECS = ("raw", "bf16", "uniform:wire_bits=8", "uniform:wire_bits=5", "rotated:wire_bits=8")
+WORDS = "MPI_Allreduce, a byte a coordinate"
+HEADER = (
+    f"{'size(B)':>11} {'count':>10} {'type':>9}  {'way':<36} {'wire_bytes':>11} {'time(us)':>10} "
+    f"{'algbw(GB/s)':>11} {'busbw(GB/s)':>11} {'x bound':>8}"
+)
+# Of an Ethernet frame's bytes, TCP's payload: what a link that carries so much is called.
+PAYLOAD = 1448 / 1514
+
+
+def words_way(count: int, mpi: MPI.Intracomm) -> Way:
+    """Return MPI's sum of 32-bit words, a byte a coordinate: what an 8-bit codec without overhead sends."""
+    words = np.full(-(-count // 4), mpi.rank, np.uint32)
+
+    def call() -> npt.NDArray[np.uint32]:
+        total = np.empty_like(words)
+        mpi.Allreduce((words, MPI.UINT32_T), (total, MPI.UINT32_T), MPI.SUM)
+        return total
+
+    return Way(WORDS, "mpi", call, lambda: words.nbytes)
+
+
+@contextmanager
+def gloo_ways(x: npt.NDArray[np.float32], mpi: MPI.Intracomm) -> Iterator[list[Way]]:
+    """Give gloo's all-reduces of float32 and bfloat16, conversions included, if all ranks have PyTorch."""
+    if not mpi.allreduce(find_spec("torch") is not None, MPI.LAND):
+        yield []
+        return
+    import torch
+    import torch.distributed as dist
+
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    host = os.environ.get("MASTER_ADDR", socket.gethostname())
+    host, port = mpi.bcast((host, port))
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=mpi.rank, world_size=mpi.size)
+    source = torch.from_numpy(x)
+
+    def call(dtype: torch.dtype) -> npt.NDArray[np.float32]:
+        total = source.to(dtype, copy=True)
+        dist.all_reduce(total)
+        result: npt.NDArray[np.float32] = total.to(torch.float32).numpy()
+        return result
+
+    try:
+        yield [
+            Way("gloo", "gloo", lambda: call(torch.float32), lambda: x.nbytes),
+            Way("gloo bfloat16", "gloo", lambda: call(torch.bfloat16), lambda: x.nbytes // 2),
+        ]
+    finally:
+        dist.destroy_process_group()
+
+
+def type_of(name: str) -> str:
+    """Return the type of the array that a way is given."""
+    return {WORDS: "uint32", "gloo bfloat16": "bfloat16"}.get(name, "float32")
+
+
+def measure(
+    options: argparse.Namespace, comm: gccomm.Communicator, lab: Lab, hosts: Sequence[int], stopper: Stopper
+) -> list[dict[str, Any]]:
+    """Time all ways interleaved and return their rows; FasterThanLinkError on all ranks alike."""
+    mpi = MPI.COMM_WORLD
+    count = options.size // 4
+    x = np.random.default_rng((options.seed, comm.rank)).standard_normal(count, np.float32)
+    codecs = [codec_way(name, x, comm) for name in CODECS]
+    with gloo_ways(x, mpi) as gloo:
+        ways, _ = usable_ways([mpi_ways(x, mpi)[0], words_way(count, mpi), *codecs, *gloo])
+        seconds = interleaved([way.call for way in ways], options.warmup, options.iters, stopper, mpi)
+        exact = exact_sum(x, mpi)
+        rows = []
+        for way, times in zip(ways, seconds.T, strict=True):
+            result = way.call()
+            error = 0.0 if way.name == WORDS else vnmse(result, exact, mpi)
+            row = make_row(way, times, 4 * count, count, comm.size, error)
+            bound = lab.bound(row.wire_bytes, hosts)
+            rows.append({**asdict(row), "type": type_of(way.name), "bound_us": bound * 1e6})
+            lab.check(row.wire_bytes, row.time_us / 1e6, hosts)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row under `HEADER`."""
+    return (
+        f"{row['size']:>11} {row['count']:>10} {row['type']:>9}  {row['codec']:<36} {row['wire_bytes']:>11} "
+        f"{row['time_us']:>10.1f} {row['algbw']:>11.4f} {row['busbw']:>11.4f} "
+        f"{row['time_us'] / row['bound_us']:>8.2f}"
+    )
+
+
+def network(bandwidth: float | None, mpi: MPI.Intracomm) -> tuple[Lab, list[int]] | str:
+    """Return the lab and the numbers of the ranks' hosts, or what is wrong; the same on all ranks."""
+    names = mpi.allgather(socket.gethostname())
+    lab = Lab.from_environ(os.environ)
+    if lab is None and bandwidth is None:
+        return "start it by `gccomm netlab run`, or say by --bandwidth what the links between the hosts carry"
+    if lab is not None and not (lab.measured or bandwidth):
+        return "what the links carry is not known; measure it by `gccomm netlab probe`"
+    if len(set(names)) == 1:
+        return "all ranks are on one host, so there is no link to measure"
+    if lab is None:
+        hosts = sorted(set(names))
+        lab = Lab(len(hosts), round(8e6 * bandwidth / PAYLOAD), measured=1e6 * bandwidth)
+        return lab, [hosts.index(name) + 1 for name in names]
+    if bandwidth is not None:
+        lab = Lab(**{**asdict(lab), "measured": 1e6 * bandwidth})
+    return lab, [int(re.sub(r"\D", "", name)) for name in names]
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Time all-reduces over links; start it by `gccomm netlab run`."
+    )
+    add = parser.add_argument
+    add("--size", type=byte_count, default=16 << 20, help="of the float32 array (default 16M)")
+    add("--iters", type=positive, default=11, metavar="N", help="rounds measured (default 11)")
+    add("--warmup", type=natural, default=2, metavar="N", help="rounds before (default 2)")
+    add("--seed", type=natural, default=0, metavar="N", help="of the inputs (default 0)")
+    add("--bandwidth", type=float, metavar="MB/s", help="of a link (default: as `netlab probe` measured)")
+    add("--json", type=output, metavar="FILE", help="also write everything to FILE")
+    options = parser.parse_args(argv)
+    if options.bandwidth is not None and not options.bandwidth > 0:
+        parser.error(f"--bandwidth must be positive; got {options.bandwidth}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    comm, stopper = gccomm.init("mpi"), Stopper(MPI.COMM_WORLD)
+    found = network(options.bandwidth, MPI.COMM_WORLD)
+    if isinstance(found, str):
+        return finish(f"lab.py: {found}", 2)
+    lab, hosts = found
+    try:
+        with stopper.signals():
+            rows = measure(options, comm, lab, hosts, stopper)
+    except StoppedError:
+        return finish("# interrupted", 130)
+    except FasterThanLinkError as error:
+        return finish(f"lab.py: refused: {error}", 1)
+    report = {"machine": machine(), "ranks": comm.size, "lab": asdict(lab), "hosts": hosts, "rows": rows}
+    heading = [f"{comm.size} ranks, {report['machine']['mpi']}", *lab.describe()]
+    if comm.rank == 0:
+        print("\n".join([*(f"# {text}" for text in heading), HEADER, *map(line, rows)]), flush=True)
+        if options.json is not None:
+            write_json(options.json, report)
+    return 0
+
+
+def finish(text: str, status: int) -> int:
+    """Say why on rank 0, and end in a way that makes mpi4py's runner abort nothing."""
+    if MPI.COMM_WORLD.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    MPI.Finalize()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

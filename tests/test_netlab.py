@@ -1,0 +1,468 @@
+"""The network lab: its parts anywhere; hosts, links and jobs where this machine can have one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from gccomm_launch import netlab_system
+from gccomm_launch.mpiexec import Launcher, NoLauncherError, find_launcher
+from gccomm_launch.netlab import (
+    FasterThanLinkError,
+    Lab,
+    NetlabError,
+    check_not_faster,
+    link_rate,
+    netlab,
+    why_not,
+)
+from gccomm_launch.netlab_agent import SCRIPT, enter
+from gccomm_launch.netlab_jobs import launch, places, prepare
+from gccomm_launch.netlab_plan import VARIABLE, build
+from gccomm_launch.netlab_probe import pairs
+from gccomm_launch.netlab_rates import burst, format_rate, rate
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 120
+GIGABIT = 10**9
+GCCOMM = [sys.executable, "-m", "gccomm_launch.cli", "netlab"]
+
+
+# Parts
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [("1gbit", 10**9), ("2.5gbit", 2_500_000_000), ("100Mbit", 10**8), ("1500kbit", 1_500_000)],
+)
+def test_rate(text: str, bits: int) -> None:
+    assert rate(text) == bits
+    assert rate(format_rate(bits)) == bits
+
+
+@pytest.mark.parametrize("text", ["1", "gbit", "-1gbit", "1gbps", "1 gbit x", "900kbit", "200gbit", "nan"])
+def test_rate_that_is_none(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="between 1mbit and 100gbit"):
+        rate(text)
+
+
+def test_burst_grows_with_the_rate() -> None:
+    assert burst(10**8) == burst(GIGABIT) == 256 << 10
+    assert burst(10**10) == 1_250_000
+
+
+def test_faster_than_the_link_is_refused() -> None:
+    check_not_faster(125e6, 1.0, GIGABIT)
+    check_not_faster(2 * burst(GIGABIT), 1e-6, GIGABIT)  # what the buckets hold
+    with pytest.raises(FasterThanLinkError, match=r"16\.777 MB in 3\.000 ms is faster than the link: 1gbit"):
+        check_not_faster(16 << 20, 0.003, GIGABIT)
+
+
+def test_bound_and_check_of_an_all_reduce() -> None:
+    lab = Lab(4, GIGABIT, measured=100e6)
+    assert lab.bound(100_000_000, [1, 2, 3, 4]) == pytest.approx(1.5)
+    assert lab.bound(100_000_000, [1, 1, 2, 2]) == pytest.approx(1.0)
+    racks = Lab(4, GIGABIT, 2, GIGABIT // 10, measured=100e6, measured_across=10e6)
+    assert racks.bound(10_000_000, [1, 2, 3, 4]) == pytest.approx(1.0)
+    assert racks.bound(10_000_000, [1, 2]) == pytest.approx(0.1)
+    lab.check(100_000_000, 1.25, range(1, 5))
+    racks.check(100_000_000, 1.25, [1, 2])
+    for case, hosts in ((lab, range(1, 5)), (racks, range(2, 4))):
+        with pytest.raises(FasterThanLinkError):
+            case.check(100_000_000, 1.0, hosts)
+
+
+def test_a_lab_travels_in_a_variable() -> None:
+    lab = Lab(4, GIGABIT, 2, 10**8, 119e6, 11e6)
+    assert Lab.from_environ({VARIABLE: lab.to_json()}) == lab
+    assert Lab.from_environ({}) is None
+
+
+def test_racks() -> None:
+    lab = Lab(5, GIGABIT, 2, 10**8)
+    assert [lab.rack(number) for number in range(1, 6)] == [1, 1, 1, 2, 2]
+    assert (lab.path_rate(1, 3), lab.path_rate(3, 4)) == (GIGABIT, 10**8)
+    assert pairs(lab) == [(1, 2), (2, 1), (1, 5)]
+    assert pairs(Lab(2, GIGABIT, 2)) == [(1, 2)]
+    assert pairs(Lab(1, GIGABIT)) == []
+    lines = lab.describe()
+    assert lines[0] == "5 hosts (h1 to h5, 10.77.0.1 to 10.77.0.5), 1gbit each way"
+    assert lines[1] == "2 racks (h1 h2 h3; h4 h5), 100mbit between them"
+
+
+def test_both_ends_of_a_link_are_limited() -> None:
+    commands = [" ".join(command) for command in build(Lab(2, 10**10))]
+    shaper = "tbf rate 10000000000bit burst 1250000b latency 50ms"
+    assert f"tc -n gccomm-lab-h2 qdisc add dev eth0 root {shaper}" in commands
+    assert f"tc -n gccomm-lab-r1 qdisc add dev h2 root {shaper}" in commands
+    assert "ip -n gccomm-lab-r1 link set h2 master bridge" in commands
+    assert "ip -n gccomm-lab-h2 address add 10.77.0.2/16 dev eth0" in commands
+    assert not any("core" in command for command in commands)
+
+
+def test_racks_are_joined_by_limited_links() -> None:
+    commands = [" ".join(command) for command in build(Lab(2, GIGABIT, 2, 10**8))]
+    shaper = "tbf rate 100000000bit burst 262144b latency 50ms"
+    assert f"tc -n gccomm-lab-r2 qdisc add dev uplink root {shaper}" in commands
+    assert f"tc -n gccomm-lab-core qdisc add dev r2 root {shaper}" in commands
+    made = [command.split()[-1] for command in commands if command.startswith("ip netns add")]
+    assert made == Lab(2, GIGABIT, 2).namespaces()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host", "found"),
+    [
+        (4, None, {"h1": 1, "h2": 1, "h3": 1, "h4": 1}),
+        (2, None, {"h1": 1, "h2": 1}),
+        (5, None, {"h1": 2, "h2": 2, "h3": 1}),
+        (3, 2, {"h1": 2, "h2": 1}),
+    ],
+)
+def test_places(ranks: int, per_host: int | None, found: dict[str, int]) -> None:
+    assert places(ranks, per_host, Lab(4, GIGABIT)) == list(found.items())
+
+
+def test_too_few_hosts() -> None:
+    with pytest.raises(ValueError, match="5 ranks, 2 a host, need 3 hosts; the lab has 2"):
+        places(5, 2, Lab(2, GIGABIT))
+
+
+def test_launchers_are_told_about_hosts_and_links(tmp_path: Path) -> None:
+    agent, where = tmp_path / "agent", [("h1", 2), ("h2", 1)]
+    hydra = launch(Launcher(Path("mpiexec"), "Hydra"), agent, where, ["python", "x.py"])
+    assert hydra[:7] == ["mpiexec", "-launcher", "ssh", "-launcher-exec", str(agent), "-iface", "eth0"]
+    assert hydra[7:] == ["-hosts", "h1:2,h2:1", "-n", "3", "python", "x.py"]
+    open_mpi = " ".join(launch(Launcher(Path("mpiexec"), "Open MPI"), agent, where, ["python"]))
+    assert f"--prtemca plm_ssh_agent {agent} " in open_mpi
+    assert "--host h1:2,h2:1 " in open_mpi
+    assert " --mca btl tcp,sm,self --mca btl_tcp_if_include eth0 " in open_mpi
+    with pytest.raises(NoLauncherError, match="MPICH and Open MPI; mpiexec is neither"):
+        launch(Launcher(Path("mpiexec"), "Intel MPI"), agent, where, ["python"])
+
+
+def test_variables_of_a_job() -> None:
+    lab = Lab(2, GIGABIT)
+    environ = {"FI_PROVIDER": "sockets"}
+    prepare(environ, Launcher(Path("mpiexec"), "Hydra"), lab, 4, 2)
+    assert (environ["FI_PROVIDER"], environ["FI_TCP_IFACE"]) == ("sockets", "eth0")
+    assert (environ["MASTER_ADDR"], environ["GLOO_SOCKET_IFNAME"]) == ("10.77.0.1", "eth0")
+    assert Lab.from_environ(environ) == lab
+    environ = {}
+    prepare(environ, Launcher(Path("mpiexec"), "Open MPI"), lab, 2, 2)
+    assert "OMPI_MCA_mpi_yield_when_idle" not in environ
+    assert "MPICH_CH4_NETMOD" not in environ
+    prepare(environ, Launcher(Path("mpiexec"), "Open MPI"), lab, 3, 2)
+    assert environ["OMPI_MCA_mpi_yield_when_idle"] == "1"
+
+
+def test_agent_takes_the_arguments_of_ssh(tmp_path: Path) -> None:
+    path, tools = tmp_path / "agent", tmp_path / "tools"
+    path.write_text(SCRIPT)
+    path.chmod(0o755)
+    tools.mkdir()
+    (tools / "ip").write_text('#!/bin/sh\nfor word in "$@"; do printf "[%s]" "$word"; done\n')
+    (tools / "ip").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    for options in ([], ["-x"]):
+        command = [str(path), *options, "h2", "echo", "a b"]
+        said = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+        assert said.startswith("[netns][exec][gccomm-lab-h2][unshare][--mount][--uts][--ipc][--pid]")
+        assert said.endswith(f"[sh][h2][{tmp_path}][echo][a b]")
+    assert enter(path, "h1", ["python", "a b"])[-3:] == [str(path), "h1", "exec python 'a b'"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([], "the following arguments are required"),
+        (["begin"], "invalid choice: 'begin'"),
+        (["up", "--hosts", "0"], "at least 1"),
+        (["up", "--hosts", "65"], "--hosts 65 is more than 64"),
+        (["up", "--hosts", "2", "--racks", "3"], "--racks 3 is more than --hosts 2"),
+        (["up", "--rate", "fast"], "between 1mbit and 100gbit"),
+        (["up", "--rack-rate", "1gbit"], "--rack-rate needs --racks"),
+        (["run", "script.py"], "the following arguments are required: -n"),
+        (["run", "-n", "2"], "a script, or -m and a module, is missing"),
+        (["run", "-n", "2", "no_such_script.py"], "there is no script"),
+        (["run", "-n", "2", "--per-host", "0", "x.py"], "at least 1"),
+        (["probe", "--seconds", "0"], "at least 1"),
+        (["down", "all"], "unrecognized arguments: all"),
+    ],
+)
+def test_wrong_arguments(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        netlab(argv)
+    assert caught.value.code == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert netlab(["up"]) == netlab(["down"]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"gccomm netlab {command}: a network lab needs root: start it as root, say by sudo"
+        for command in ("up", "down")
+    ]
+
+
+def test_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("ip", "tc") else f"/bin/{tool}")
+    assert why_not() == "a network lab needs commands of iproute2: apt install iproute2"
+
+
+def test_root_that_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(netlab_system, "_TRIAL", "echo not permitted >&2; exit 1")
+    monkeypatch.setattr(
+        netlab_system,
+        "_tool",
+        lambda *command: subprocess.CompletedProcess(command, 1, "", "not permitted\n"),
+    )
+    reason = why_not()
+    assert reason is not None
+    assert "(not permitted): use a machine of your own" in reason
+
+
+@pytest.fixture
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which there is no lab."""
+    monkeypatch.setattr(netlab_system, "STATE", tmp_path / "state")
+    monkeypatch.setattr(netlab_system, "NAMESPACES", tmp_path)
+    monkeypatch.setattr(netlab_system, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("gccomm_launch.netlab.why_not", lambda: None)
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_no_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [netlab([command]) for command in ("status", "probe")] == [1, 1]
+    assert "no lab is up; `gccomm netlab up` builds one" in capsys.readouterr().err
+    with pytest.raises(NetlabError, match="no lab is up"):
+        link_rate()
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_half_a_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gccomm-lab-h1").touch()
+    assert [netlab([command]) for command in ("status", "up")] == [1, 1]
+    errors = capsys.readouterr().err
+    assert "the lab is not whole (gccomm-lab-h1); `gccomm netlab down` removes what there is" in errors
+    assert "gccomm netlab up: a lab is up already (gccomm-lab-h1)" in errors
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_lab_that_cannot_be_built_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tool(*command: str) -> subprocess.CompletedProcess[str]:
+        if command[:3] == ("ip", "netns", "add"):
+            (tmp_path / command[3]).touch()
+        if command[:3] == ("ip", "netns", "delete"):
+            (tmp_path / command[3]).unlink()
+        failed = command[0] == "tc"
+        return subprocess.CompletedProcess(command, failed, "", "no tbf" if failed else "")
+
+    monkeypatch.setattr(netlab_system, "_tool", tool)
+    assert netlab(["up"]) == 1
+    assert (
+        "root tbf rate 1000000000bit burst 262144b latency 50ms` has failed: no tbf"
+        in capsys.readouterr().err
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# The real thing
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    """Two hosts in one rack and one in another."""
+    reason = why_not()
+    if reason is None and (found := netlab_system.existing()):
+        reason = f"a lab is up already ({' '.join(found)})"
+    if reason is not None:
+        pytest.skip(reason)
+    assert netlab(["up", "--hosts", "3", "--rate", "200mbit", "--racks", "2", "--rack-rate", "50mbit"]) == 0
+    try:
+        yield netlab_system.standing()
+    finally:
+        assert netlab(["down"]) == 0
+        assert netlab_system.existing() == []
+        assert not netlab_system.STATE.exists()
+
+
+@pytest.fixture(scope="module")
+def mpi_lab(lab: Lab) -> Lab:
+    try:
+        family = find_launcher().family
+    except NoLauncherError as error:
+        pytest.skip(str(error))
+    if family not in ("Hydra", "Open MPI"):
+        pytest.skip(f"the lab does not know {family or 'this launcher'}")
+    return lab
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Path:
+    """A rank that says where it is, sums, and does what its argument says on the last rank."""
+    body = """
+        import os, socket, sys, time
+        import numpy as np
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        mode = sys.argv[1]
+        total = np.empty(1 << 18, np.float32)
+        world.Allreduce(np.full(1 << 18, world.rank + 1, np.float32), total)
+        near = world.Split_type(MPI.COMM_TYPE_SHARED).allgather(world.rank)
+        names = [socket.gethostname(), os.environ["MASTER_ADDR"], os.environ["GLOO_SOCKET_IFNAME"]]
+        words = [world.rank, names, near, total.min(), total.max()]
+        sys.stdout.write("|".join(map(str, words)) + chr(10))
+        sys.stdout.flush()
+        if mode == "raise" and world.rank == world.size - 1:
+            raise ValueError("the last rank has had enough")
+        if mode in ("raise", "sleep"):
+            time.sleep(300)
+    """
+    path = tmp_path / "rank.py"
+    path.write_text(dedent(body))
+    return path
+
+
+def job(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [*GCCOMM, "run", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=LIMIT_S, stdin=subprocess.DEVNULL
+    )
+
+
+def deserted(lab: Lab) -> bool:
+    """Whether no process is left in the lab within five seconds."""
+    end = time.monotonic() + 5
+    while any(netlab_system.processes(name) for name in lab.namespaces()):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_links_are_limited_both_ways(lab: Lab) -> None:
+    for source, target, bits in ((1, 2, 200), (2, 1, 200), (1, 3, 50), (3, 1, 50)):
+        carried = link_rate(source, target)
+        assert carried > 0
+        check_not_faster(carried, 1.0, bits * 10**6)
+    assert deserted(lab)
+
+
+def test_a_second_lab_is_refused(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    assert netlab(["up"]) == 1
+    assert "a lab is up already" in capsys.readouterr().err
+    assert netlab(["status"]) == 0
+    assert "3 hosts (h1 to h3, 10.77.0.1 to 10.77.0.3), 200mbit each way" in capsys.readouterr().out
+
+
+def test_probe_is_noted(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    assert netlab(["probe"]) == 0
+    assert "h2 to h1: " in capsys.readouterr().out
+    noted = netlab_system.standing()
+    assert 0 < noted.measured < lab.rate / 8 * 1.02
+    assert 0 < noted.measured_across < lab.rack_rate / 8 * 1.02
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(3, 1), (4, 2), (3, 2)])
+def test_ranks_have_hosts(mpi_lab: Lab, rank: Path, ranks: int, each: int) -> None:
+    done = job("-n", ranks, "--per-host", each, rank, "sum")
+    assert done.returncode == 0, done.stderr
+    total = float(ranks * (ranks + 1) // 2)
+    for number in range(ranks):
+        host = number // each
+        near = list(range(host * each, min(host * each + each, ranks)))
+        names = [f"h{host + 1}", "10.77.0.1", "eth0"]
+        assert f"{number}|{names}|{near}|{total}|{total}" in done.stdout.splitlines()
+    assert deserted(mpi_lab)
+
+
+def test_module_and_too_many_ranks(mpi_lab: Lab, rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(rank.parent))
+    done = job("-n", "1", "-m", "rank", "sum")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0|")
+    done = job("-n", "7", "--per-host", "2", rank, "sum")
+    assert done.returncode == 2
+    assert "7 ranks, 2 a host, need 4 hosts; the lab has 3" in done.stderr
+
+
+def test_one_rank_ends_the_job(mpi_lab: Lab, rank: Path) -> None:
+    done = job("-n", "2", rank, "raise")
+    assert done.returncode == 1
+    assert "ValueError: the last rank has had enough" in done.stderr
+    assert deserted(mpi_lab)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_leave_nothing_behind(mpi_lab: Lab, rank: Path, tmp_path: Path, number: int) -> None:
+    log = tmp_path / "log"
+    command = [*GCCOMM, "run", "-n", "4", str(rank), "sleep"]
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        end = time.monotonic() + LIMIT_S
+        while log.read_text().count("|") < 16:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, "the ranks do not start"
+            time.sleep(0.05)
+        refused = job("-n", "1", rank, "sum")
+        assert refused.returncode == 1
+        assert "another `gccomm netlab run` or `probe` is in the lab" in refused.stderr
+        process.send_signal(number)
+        assert process.wait(timeout=LIMIT_S) in (128 + number, -number)
+    assert deserted(mpi_lab)
+
+
+@pytest.mark.parametrize(
+    ("pretended", "status", "reason"),
+    [
+        (Lab(3, 10**6, measured=119e3), 1, "is faster than the link: 1mbit carries at most"),
+        (Lab(3, GIGABIT), 2, "what the links carry is not known; measure it by `gccomm netlab probe`"),
+    ],
+)
+def test_benchmark_refuses(mpi_lab: Lab, tmp_path: Path, pretended: Lab, status: int, reason: str) -> None:
+    wrapper, found = tmp_path / "wrapper.py", tmp_path / "found.json"
+    wrapper.write_text(
+        f"import os, runpy; os.environ[{VARIABLE!r}] = {pretended.to_json()!r}\n"
+        f"runpy.run_path({str(ROOT / 'benchmarks' / 'lab.py')!r}, run_name='__main__')\n"
+    )
+    done = job("-n", "2", wrapper, "--size", "1M", "--iters", "1", "--warmup", "0", "--json", found)
+    assert done.returncode == status
+    assert reason in done.stderr
+    assert not found.exists()
+
+
+def test_benchmark_needs_a_link(mpi_lab: Lab) -> None:
+    done = job("-n", "2", "--per-host", "2", ROOT / "benchmarks" / "lab.py", "--size", "64K")
+    assert done.returncode == 2
+    assert "all ranks are on one host, so there is no link to measure" in done.stderr
+
+
+def test_benchmark(mpi_lab: Lab, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    script_ = ROOT / "benchmarks" / "lab.py"
+    done = job("-n", "2", script_, "--size", "1M", "--iters", "2", "--warmup", "1", "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    ways = [row["codec"] for row in report["rows"]]
+    assert ways[:2] == ["MPI_Allreduce", "MPI_Allreduce, a byte a coordinate"]
+    assert {"raw", "bf16", "uniform:wire_bits=8", "uniform:wire_bits=5", "rotated:wire_bits=8"} <= set(ways)
+    assert report["hosts"] == [1, 2]
+    assert all(f" {way} " in done.stdout for way in ways)
+    for row in report["rows"]:
+        mpi_lab.check(row["wire_bytes"], row["time_us"] / 1e6, report["hosts"])
