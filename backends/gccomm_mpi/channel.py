@@ -32,6 +32,9 @@ YIELD_S = 0.05
 NAP_S = 5e-5
 
 
+ALGORITHMS = {"ring": ring, "direct": exchange, "mpi": by_mpi}
+
+
 class Channel:
     """A communicator of gccomm's own, shared by all handles on one parent.
 
@@ -53,8 +56,9 @@ class Channel:
         self.interrupt_deadline: float | None = None
         self.thread = threading.get_ident()
         self._scratch = np.empty(0, np.uint8)
-        self.chooser = Chooser({"ring": ring, "direct": exchange, "mpi": by_mpi})
         comm.Set_errhandler(MPI.ERRORS_RETURN)
+        windows, algorithm = _settings(comm)
+        self.chooser = Chooser(ALGORITHMS, algorithm)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self.local_rank: int = host.rank
         self.one_host: bool = host.size == comm.size
@@ -63,7 +67,7 @@ class Channel:
         self._spins = SPINS if host.size <= len(cores) else 1
         host.Free()
         self.window, self.no_window = (
-            open_window(comm, self.until) if self.one_host and comm.size > 1 else (None, "")
+            open_window(comm, self.until) if windows and self.one_host and comm.size > 1 else (None, "")
         )
 
     def complete(self, request: Any, name: str) -> None:
@@ -178,6 +182,29 @@ class Operation:
         self._channel.broken = f"rank {rank} left {self._name}: {error or type(error).__name__}"
 
 
+def _settings(comm: Any) -> tuple[bool, str | None]:
+    """Return whether windows are used, and the algorithm that is named, from variables; collective.
+
+    Raises
+    ------
+    ValueError
+        On all ranks: a variable has no such value, or not the same on all ranks.
+    """
+    allowed = {"GCCOMM_WINDOW": ("", "0", "1"), "GCCOMM_ALLREDUCE": ("", *ALGORITHMS)}
+    found = comm.allgather([os.environ.get(variable, "") for variable in allowed])
+    for (variable, values), texts in zip(allowed.items(), zip(*found, strict=True), strict=True):
+        for rank, text in enumerate(texts):
+            if text not in values:
+                names = ", ".join(filter(None, values))
+                msg = f"rank {rank}: the environment variable {variable} must be one of {names}; got {text!r}"
+                raise ValueError(msg)
+            if text != texts[0]:
+                differ = f"{texts[0]!r} on rank 0 and {text!r} on rank {rank}"
+                msg = f"{variable} must be equal on all ranks; it is {differ}"
+                raise ValueError(msg)
+    return found[0][0] != "0", found[0][1] or None
+
+
 def _check_thread_level(channel: Channel) -> None:
     channel.thread = threading.get_ident()
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
@@ -192,7 +219,12 @@ def cached(parent: Any) -> Channel:
     """Return the channel of `parent`; the first call makes it, collectively."""
     channel: Channel | None = parent.Get_attr(_keyval)
     if channel is None:
-        channel = Channel(_duplicate(parent), parent)
+        comm = _duplicate(parent)
+        try:
+            channel = Channel(comm, parent)
+        except ValueError:  # on all ranks
+            comm.Free()
+            raise
         parent.Set_attr(_keyval, channel)
     return channel
 

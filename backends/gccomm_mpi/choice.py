@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -11,9 +10,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["VARIABLE", "Chooser"]
+__all__ = ["Chooser"]
 
-VARIABLE = "GCCOMM_ALLREDUCE"
 ROUNDS = 3  # calls of each algorithm that are measured; the first one, which warms up, does not count
 
 
@@ -36,21 +34,14 @@ class Chooser:
     ----------
     algorithms : mapping of str to callable
         ``run(channel, name, send, recv, operator)`` by name.
-
-    Raises
-    ------
-    ValueError
-        ``GCCOMM_ALLREDUCE`` names no algorithm.
+    fixed : str, optional
+        The one to use.
     """
 
-    def __init__(self, algorithms: Mapping[str, Callable[..., None]]) -> None:
+    def __init__(self, algorithms: Mapping[str, Callable[..., None]], fixed: str | None = None) -> None:
         self.algorithms = algorithms
         self.trials: dict[int, _Trial] = {}
-        self.fixed = os.environ.get(VARIABLE, "") or None
-        if self.fixed is not None and self.fixed not in algorithms:
-            names = ", ".join(algorithms)
-            msg = f"the environment variable {VARIABLE} must be one of {names}; got {self.fixed!r}"
-            raise ValueError(msg)
+        self.fixed = fixed
 
     def run(self, channel: Any, name: str, send: Any, recv: Any, operator: Any) -> None:
         """Reduce by the algorithm that is best, or on trial."""

@@ -139,8 +139,6 @@ def open_window(comm: Any, until: Callable[[Callable[[], Any], str], None]) -> t
     reason : str
         Why, then.
     """
-    if os.environ.get("GCCOMM_WINDOW", "1") == "0":
-        return None, "GCCOMM_WINDOW=0"
     slot = min(SLOT_BYTES, MOST_BYTES // (2 * comm.size)) // 64 * 64
     mine, own, problem = -1, b"", ""
     try:

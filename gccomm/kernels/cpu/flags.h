@@ -20,8 +20,7 @@ inline void relax() {
 }
 
 // Whether all flags have come to `number`, counted mod 2^32; looks up to `spins` times at each that has not.
-inline bool await(const std::uint64_t* flags, std::int64_t count, std::uint32_t number,
-                        std::int64_t spins) {
+inline bool await(const std::uint64_t* flags, std::int64_t count, std::uint32_t number, std::int64_t spins) {
     for (std::int64_t i = 0; i < count; i++) {
         std::atomic_ref<std::uint32_t> flag(*reinterpret_cast<std::uint32_t*>(flags[i]));
         while (static_cast<std::int32_t>(flag.load(std::memory_order_acquire) - number) < 0) {

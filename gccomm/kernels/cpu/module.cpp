@@ -195,9 +195,7 @@ void join_parts(Address parts, Index ranks, Address out, Index count, int kind, 
                           static_cast<Joining>(kind), stream});
 }
 
-void raise_flag(Address flag, std::uint32_t number) {
-    flags::raise(pointer<std::uint32_t>(flag), number);
-}
+void raise_flag(Address flag, std::uint32_t number) { flags::raise(pointer<std::uint32_t>(flag), number); }
 
 bool await_flags(Address table, Index count, std::uint32_t number, Index spins) {
     return flags::await(pointer<const std::uint64_t>(table), count, number, spins);

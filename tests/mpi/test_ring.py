@@ -1,0 +1,119 @@
+"""The algorithms between hosts, on the ranks of this run, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gccomm_mpi
+import ml_dtypes
+import numpy as np
+import pytest
+from gccomm_mpi import ring as ring_module
+from gccomm_mpi.operators import MAXIMUM, SUM, sum_of
+from gccomm_mpi.ring import ring
+
+pytestmark = pytest.mark.usefixtures("several")
+
+
+@pytest.fixture
+def several(world: Any) -> None:
+    if world.size == 1:
+        pytest.skip("one rank has nobody to send to")
+
+
+@pytest.fixture
+def channel(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("GCCOMM_WINDOW", "0")
+    parent = world.Dup()
+    handle = gccomm_mpi.connect(parent)
+    yield handle._channel
+    handle.close()
+    parent.Free()
+
+
+@pytest.mark.parametrize("segment", [256, 4096, 56 << 10])
+@pytest.mark.parametrize("ahead", [1, 3, 24])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_ring_sums(
+    channel: Any, world: Any, monkeypatch: pytest.MonkeyPatch, segment: int, ahead: int, in_place: bool
+) -> None:
+    """Shares of no, few and many segments, short last ones, receives posted far and hardly ahead."""
+    monkeypatch.setattr(ring_module, "SEGMENT_BYTES", segment)
+    monkeypatch.setattr(ring_module, "AHEAD", ahead)
+    for count in (1, 31, 64 * world.size, 1000, 5003, 40_001):
+        parts = [
+            np.random.default_rng([r, count]).integers(0, 2**32, count, np.uint32) for r in range(world.size)
+        ]
+        for operator, expected in ((SUM, sum(parts)), (MAXIMUM, np.max(parts, axis=0))):
+            send = parts[world.rank].copy()
+            recv = send if in_place else np.full_like(send, 9)
+            ring(channel, "test", send, recv, operator)
+            np.testing.assert_array_equal(recv, expected)
+            if not in_place:
+                np.testing.assert_array_equal(send, parts[world.rank])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_ring_sums_of_floats_have_the_same_bits_on_every_rank(channel: Any, world: Any, dtype: Any) -> None:
+    real = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
+    x = np.random.default_rng(world.rank).standard_normal(200_003).astype(real)
+    wire = x.view(np.uint16) if real.itemsize == 2 else x
+    total = np.empty_like(wire)
+    ring(channel, "test", wire, total, sum_of(dtype))
+    assert len(set(world.allgather(total.tobytes()))) == 1
+    exact = sum(np.array(y, np.float64) for y in world.allgather(x.astype(np.float64)))
+    eps = float(ml_dtypes.finfo(real).eps)
+    np.testing.assert_allclose(total.view(real).astype(np.float64), exact, rtol=0, atol=40 * eps)
+
+
+def test_the_fastest_algorithm_is_agreed_upon(channel: Any, world: Any) -> None:
+    """After three calls of each, by size; until then and after that the sums are right."""
+    chooser = channel.chooser
+    for call in range(12):
+        for count in (40_000 * world.size, 300_000 * world.size):
+            words = np.full(count, call + world.rank, np.uint32)
+            chooser.run(channel, "test", words, words, SUM)
+            assert (words == call * world.size + world.size * (world.size - 1) // 2).all()
+        assert [trial.chosen is None for trial in chooser.trials.values()] == [call < 8] * 2
+    chosen = [(trial.chosen, trial.seconds) for trial in chooser.trials.values()]
+    assert all(seconds[name] == min(seconds.values()) for name, seconds in chosen)
+    assert all(set(seconds) == {"ring", "direct", "mpi"} for _, seconds in chosen)
+    assert all(found == chosen for found in world.allgather(chosen))
+
+
+@pytest.mark.parametrize("name", ["ring", "direct", "mpi"])
+def test_an_algorithm_may_be_named(world: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("GCCOMM_WINDOW", "0")
+    monkeypatch.setenv("GCCOMM_ALLREDUCE", name)
+    parent = world.Dup()
+    handle = gccomm_mpi.connect(parent)
+    used = []
+    for known, run in dict(handle._channel.chooser.algorithms).items():
+        handle._channel.chooser.algorithms[known] = lambda *a, known=known, run=run: (
+            used.append(known),
+            run(*a),
+        )
+    for _ in range(3):
+        words = np.ones(100_000 * world.size, np.uint32)
+        handle.sum_words(words)
+        assert (words == world.size).all()
+    assert set(used) == {name}
+    handle.close()
+    parent.Free()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("GCCOMM_ALLREDUCE", "tree"), ("GCCOMM_WINDOW", "yes"), ("GCCOMM_WINDOW", "0")]
+)
+def test_settings_are_checked_on_all_ranks(
+    world: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """Also where one rank alone has them."""
+    if world.rank == 1:
+        monkeypatch.setenv(variable, value)
+    parent = world.Dup()
+    with pytest.raises(ValueError, match=f"{variable} must be .*'{value}'") as caught:
+        gccomm_mpi.connect(parent)
+    assert len(set(world.allgather(str(caught.value)))) == 1
+    parent.Free()
