@@ -305,13 +305,6 @@ class Operand(Batch):
         """Return a copy of segment ``i``'s coordinates plus its residual: 1-D float32, or float64."""
         return self._read(self._alone(i), i)
 
-    def load_block(self, block: int, out: Buffer) -> None:
-        """Write one block's coordinates plus residual to ``out``, of the dtype of :meth:`load`."""
-        i = int(np.searchsorted(self.bounds, block, side="right")) - 1
-        row, inside = self._alone(i), block - int(self.bounds[i])
-        code = DTYPE_CODES[self._float_dtype()]
-        kernels.float_encode(kernels.address(row), 1, inside, inside + 1, kernels.address(out), code)
-
     def _read(self, row: Any, i: int) -> Buffer:
         dtype = self._float_dtype()
         values = np.empty(int(self.lengths[self.bounds[i] : self.bounds[i + 1]].sum()), dtype=dtype)

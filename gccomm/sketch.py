@@ -6,13 +6,15 @@ and the words sum_i s_i e_ri travel behind a sum's lanes. Their sums over the ra
 mean square is ||e||^2, however the errors of ranks depend on each other (N. Alon, Y. Matias, M. Szegedy, "The
 space complexity of approximating the frequency moments", 1996). Blocks are drawn in proportion to their
 squared steps: some hundred projections say it to a few percent, whatever the blocks' magnitudes. The inputs
-are projected too: where the error is as large as the sum, that tells the sum's energy better than what was
-decoded does, which is the two of them together.
+travel too, added up with random signs in a few hundred buckets, whose squares add up to the energy of the sum
+(M. Charikar, K. Chen, M. Farach-Colton, "Finding frequent items in data streams", 2002): where the error is
+as large as the sum, that tells its energy better than what was decoded does, which is the two together.
+
+No matrix product is used: its threads would fight over the cores with those of other ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["LARGEST", "Estimate", "Sketch", "chosen"]
 
 FEW = 4  # operands that are all measured; of more, one
-PROJECTIONS = 1024  # of an operand, at most
+PROJECTIONS = 1024  # of an operand's errors, at most
+BUCKETS = 512  # of its inputs, at most
 LARGEST = 1 << 21  # coordinates of an operand whose errors are kept for a moment
 UNIT = 1 / 64  # of a step, in which projections of errors travel
 
@@ -57,6 +60,13 @@ def _signs() -> npt.NDArray[np.float32]:
     return (2 * bits - 1).astype(np.float32)
 
 
+@lru_cache(maxsize=2)
+def _all_signs(blocks: int) -> npt.NDArray[np.int8]:
+    """Return a sign for each coordinate, shape (blocks, BLOCK), the same on all ranks."""
+    bits = np.random.Generator(np.random.Philox(key=1)).integers(0, 2, (blocks, BLOCK), np.int8)
+    return 2 * bits - 1
+
+
 class Sketch:
     """Projections of the errors of one operand.
 
@@ -69,11 +79,12 @@ class Sketch:
     def __init__(self, x: Operand) -> None:
         self.x = x
         count = min(PROJECTIONS, x.coordinates // 16)
-        self.words = np.zeros(2 * count, dtype=np.uint32)
+        self.buckets = min(BUCKETS, 1 << max(0, (x.coordinates // 16).bit_length() - 1)) if count else 0
+        self.words = np.zeros(count + self.buckets, dtype=np.uint32)
         self.blocks = np.zeros(count, dtype=np.int64)  # that the projections are of
         self.total = 0.0  # sum of all blocks' lengths times squared steps, over the largest step's square
         self.top = np.longdouble(0)  # the largest step
-        self.fine = 0.0  # of a step, in which projections of inputs travel
+        self.exponent = 0  # of two, above the largest input
         self.steps = np.zeros(x.blocks, dtype=np.longdouble)
         self.starts = np.cumsum(x.lengths) - x.lengths
         self.errors = np.empty(x.coordinates, dtype=np.float64 if x.float64 else np.float32)
@@ -114,65 +125,70 @@ class Sketch:
         count = len(self.blocks)
         marks = (np.arange(count) + 0.5) * (self.total / count)
         self.blocks = np.minimum(np.searchsorted(weights, marks), x.blocks - 1)
-        self.words[:count] = self._levels(self._errors, UNIT)
-        self.fine = 2.0 ** (width - 1) * BLOCK * x.ranks / 2**31
-        self.words[count:] = self._levels(self._inputs, self.fine)
+        with np.errstate(all="ignore"):
+            self.words[:count] = self._levels(self._projected() / (self.steps[self.blocks] * UNIT))
+            self.exponent = int(np.frexp(self.top)[1]) + width - 1
+            self.words[count:] = self._levels(self._inputs() / self._input_unit)
 
-    def _levels(self, rows_of: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]], unit: float) -> Words:
-        """Return the words that projections of rows travel in."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            levels = self._projected(rows_of) / (self.steps[self.blocks] * unit)
+    @property
+    def _input_unit(self) -> float:
+        """Unit in which sums of inputs travel; 8 standard deviations of the largest have room."""
+        return float(8 * np.sqrt(self.x.coordinates) * self.x.ranks / 2**31)
+
+    def _levels(self, values: npt.NDArray[Any]) -> Words:
+        """Return values in words whose sum over the ranks does not overflow."""
         most = float(2**31 // self.x.ranks - 1)
-        levels = np.where(np.isfinite(levels), np.clip(np.rint(levels), -most, most), most)
+        levels = np.where(np.isfinite(values), np.clip(np.rint(values), -most, most), most)
         words: Words = levels.astype(np.int64).astype(np.uint32)
         return words
 
-    def _projected(
-        self, rows_of: Callable[[npt.NDArray[np.int64]], npt.NDArray[Any]]
-    ) -> npt.NDArray[np.float64]:
-        """Return the projections: the k-th of a block is by the k-th signs."""
+    def _inputs(self) -> npt.NDArray[np.float64]:
+        """Return all inputs plus residuals, in buckets by their places in blocks, in units of 2^exponent."""
+        x = self.x
+        values = np.ldexp(np.concatenate([x.load(i) for i in range(x.count)]), -self.exponent)
+        rows = self._rows(values, np.arange(x.blocks)) * _all_signs(x.blocks)
+        places: npt.NDArray[np.float64] = rows.sum(axis=0, dtype=np.float64)
+        sums: npt.NDArray[np.float64] = places.reshape(-1, self.buckets).sum(axis=0)
+        return sums
+
+    def _projected(self) -> npt.NDArray[np.float64]:
+        """Return the projections of errors: the k-th of a block is by the k-th signs."""
         signs, found = _signs(), np.zeros(len(self.blocks))
         distinct, first, counts = np.unique(self.blocks, return_index=True, return_counts=True)
-        rows = rows_of(distinct)
-        for k in range(min(int(counts.max()), 8)):
-            mine = counts > k
-            found[first[mine] + k] = rows[mine] @ signs[k]
-        for i in np.flatnonzero(counts > 8).tolist():
-            at, count = int(first[i]), int(counts[i])
-            found[at + 8 : at + count] = signs[8:count] @ rows[i]
-        return found
-
-    def _errors(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the errors of blocks, shape (blocks, BLOCK), zeros behind the short ones."""
         x = self.x
         errors = self.errors if self.lent else np.concatenate([x.left(i) for i in range(x.count)])
-        rows = np.zeros((len(blocks), BLOCK), dtype=errors.dtype)
-        full = x.lengths[blocks] == BLOCK
-        starts = self.starts[blocks]
-        rows[full] = errors[starts[full][:, None] + np.arange(BLOCK)]
-        for k in np.flatnonzero(~full).tolist():
-            length = int(x.lengths[blocks[k]])
-            rows[k, :length] = errors[starts[k] : starts[k] + length]
-        return rows
+        rows = self._rows(errors, distinct)
+        for k in range(min(int(counts.max()), 8)):
+            mine = counts > k
+            found[first[mine] + k] = np.einsum("ij,j->i", rows[mine], signs[k])
+        for i in np.flatnonzero(counts > 8).tolist():
+            at, count = int(first[i]), int(counts[i])
+            found[at + 8 : at + count] = np.einsum("ij,j->i", signs[8:count], rows[i])
+        return found
 
-    def _inputs(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the inputs plus residuals of blocks, shape (blocks, BLOCK), zeros behind the short ones."""
-        rows = np.zeros((len(blocks), BLOCK), dtype=self.errors.dtype)
-        for row, block in zip(rows, blocks.tolist(), strict=True):
-            self.x.load_block(block, row)
+    def _rows(self, values: npt.NDArray[Any], blocks: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Return the values of blocks, shape (blocks, BLOCK), zeros behind the short ones."""
+        lengths, starts = self.x.lengths[blocks], self.starts[blocks]
+        rows = np.zeros((len(blocks), BLOCK), dtype=values.dtype)
+        full = lengths == BLOCK
+        rows[full] = values[starts[full][:, None] + np.arange(BLOCK)]
+        for k in np.flatnonzero(~full).tolist():
+            rows[k, : lengths[k]] = values[starts[k] : starts[k] + lengths[k]]
         return rows
 
     def noise(self) -> Estimate:
         """Return the squared error of the operand's sum, from the summed words."""
-        return self._energy(self.words[: len(self.blocks)], UNIT)
+        if self.top == 0 or not len(self.blocks):
+            return Estimate(np.longdouble(0), np.longdouble(0))
+        count = len(self.blocks)
+        parts = (self.words[:count].view(np.int32) * UNIT) ** 2 / self.x.lengths[self.blocks]
+        whole = np.longdouble(self.total) * self.top**2
+        return Estimate(parts.mean() * whole, parts.var() / count * whole**2)
 
     def signal(self) -> Estimate:
         """Return the squared norm of the operand's exact sum, from the summed words."""
-        return self._energy(self.words[len(self.blocks) :], self.fine)
-
-    def _energy(self, words: Words, unit: float) -> Estimate:
+        words = self.words[len(self.blocks) :].view(np.int32)
         if self.top == 0 or not len(words):
             return Estimate(np.longdouble(0), np.longdouble(0))
-        parts = (words.view(np.int32).astype(np.float64) * unit) ** 2 / self.x.lengths[self.blocks]
-        whole = np.longdouble(self.total) * self.top**2
-        return Estimate(parts.mean() * whole, parts.var() / len(parts) * whole**2)
+        value = np.ldexp(np.longdouble(np.sum((words * self._input_unit) ** 2)), 2 * self.exponent)
+        return Estimate(value, 2 / len(words) * value**2)
