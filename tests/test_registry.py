@@ -272,3 +272,8 @@ def test_what_is_installed_does_not_replace_a_built_in_codec(
     registry._loaded.clear()
     assert type(get_codec("raw")).__module__ == "gccomm.codecs.floats"
     assert list_codecs().count("raw") == 1
+
+
+def test_an_option_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="'wire_bits' is given twice in 'uniform:wire_bits=4,wire_bits=8'"):
+        get_codec("uniform:wire_bits=4,wire_bits=8")

@@ -126,6 +126,9 @@ def _parse(codec: object) -> tuple[str, dict[str, Any]]:
         if not equals:
             msg = f"options are written id:option=value,option=value, got {codec!r}"
             raise ValueError(msg)
+        if option.strip() in options:
+            msg = f"the option {option.strip()!r} is given twice in {codec!r}"
+            raise ValueError(msg)
         options[option.strip()] = _value(text.strip())
     return name.strip(), options
 
