@@ -75,7 +75,8 @@ class MpiBackend:
 
     def room(self, nbytes: int, /) -> Bytes | None:
         """Return memory for the words or floats of the next sum, if it saves a copy that they are there."""
-        window = self._channel.window
+        hierarchy = self._channel.hierarchy
+        window = self._channel.window if hierarchy is None else hierarchy.window
         return None if window is None else window.room(nbytes)
 
     def sum_into(self, words: Words, out: Words, /) -> None:
@@ -100,11 +101,18 @@ class MpiBackend:
             if channel.window is not None:
                 channel.window.join(name, send, recv, operator.kind)
                 return
+            if channel.hierarchy is not None:
+                channel.hierarchy.reduce(name, send, recv, operator, self._between)
+                return
             large = self.size > 1 and recv.nbytes >= self.size * SHARE_BYTES
-            reduce = channel.chooser.run if large else by_mpi
             count = PIECE_BYTES // recv.itemsize if large else self.max_count
             for source, target in _pieces(send, recv, min(self.max_count, count)):
-                reduce(channel, name, source, target, operator)
+                self._between(channel, name, source, target, operator)
+
+    def _between(self, link: Any, name: str, send: Array, recv: Array, operator: Operator) -> None:
+        """Reduce by messages of MPI: over all ranks, or one of each host."""
+        large = link.comm.size > 1 and recv.nbytes >= link.comm.size * SHARE_BYTES
+        (self._channel.chooser.run if large else by_mpi)(link, name, send, recv, operator)
 
     def combine_words(self, words: Words, operation: str, seed: int, /) -> None:
         """Reduce the words over the ranks by an operation of gccomm's own, through gccomm's exchange.

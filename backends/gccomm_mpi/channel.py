@@ -19,8 +19,9 @@ from gccomm.errors import BackendError
 from gccomm_mpi.choice import Chooser
 from gccomm_mpi.exchange import by_mpi, exchange
 from gccomm_mpi.failure import abandon, abort_job
+from gccomm_mpi.hierarchy import Hierarchy, Leaders
 from gccomm_mpi.ring import ring
-from gccomm_mpi.window import open_window
+from gccomm_mpi.window import Window, open_window, slot_bytes
 
 __all__ = ["Channel", "Operation", "cached"]
 
@@ -57,7 +58,7 @@ class Channel:
         self.thread = threading.get_ident()
         self._scratch = np.empty(0, np.uint8)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        windows, algorithm = _settings(comm)
+        windows, hierarchical, algorithm = _settings(comm)
         self.chooser = Chooser(ALGORITHMS, algorithm)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self.local_rank: int = host.rank
@@ -65,10 +66,28 @@ class Channel:
         # together, because a launcher may have bound each rank to one core
         cores: set[int] = set().union(*host.allgather(os.sched_getaffinity(0)))
         self._spins = SPINS if host.size <= len(cores) else 1
+        self.window: Window | None = None  # of ranks that all share a host
+        self.hierarchy: Hierarchy | None = None
+        self.no_window = ""
+        if windows and (self.one_host or hierarchical):
+            self._share(host)
         host.Free()
-        self.window, self.no_window = (
-            open_window(comm, self.until) if windows and self.one_host and comm.size > 1 else (None, "")
-        )
+
+    def _share(self, host: Any) -> None:
+        """Make the window of a host's ranks, and the hierarchy over several hosts; all or none of them."""
+        most = max(self.comm.allgather(host.size))
+        if most == 1:
+            return
+        window, reason = open_window(host, self.until, most) if host.size > 1 else (None, "")
+        reasons = [reason for reason in self.comm.allgather(reason) if reason]
+        if reasons:
+            self.no_window = reasons[0]
+        elif self.one_host:
+            self.window = window
+        else:
+            leaders = self.comm.Split(0 if host.rank == 0 else MPI.UNDEFINED, self.comm.rank)
+            found = Leaders(leaders, self) if leaders != MPI.COMM_NULL else None
+            self.hierarchy = Hierarchy(window, found, slot_bytes(most))
 
     def complete(self, request: Any, name: str) -> None:
         """Wait for `request`, giving the core away between tests.
@@ -140,9 +159,11 @@ class Channel:
         if self.broken is None:
             with Operation(self, "close", None):
                 self.arrive("close")
+                if self.hierarchy is not None and self.hierarchy.leaders is not None:
+                    self.hierarchy.leaders.comm.Free()
                 self.comm.Free()
         self.broken = self.broken or "it is closed"
-        self.window = None  # unmaps it
+        self.window = self.hierarchy = None  # unmaps it
 
 
 class Operation:
@@ -182,15 +203,18 @@ class Operation:
         self._channel.broken = f"rank {rank} left {self._name}: {error or type(error).__name__}"
 
 
-def _settings(comm: Any) -> tuple[bool, str | None]:
-    """Return whether windows are used, and the algorithm that is named, from variables; collective.
+def _settings(comm: Any) -> tuple[bool, bool, str | None]:
+    """Return whether windows and a hierarchy are used, and the algorithm that is named, from variables;
+    collective.
 
     Raises
     ------
     ValueError
         On all ranks: a variable has no such value, or not the same on all ranks.
     """
-    allowed = {"GCCOMM_WINDOW": ("", "0", "1"), "GCCOMM_ALLREDUCE": ("", *ALGORITHMS)}
+    switch = ("", "0", "1")
+    allowed: dict[str, tuple[str, ...]] = {"GCCOMM_WINDOW": switch, "GCCOMM_HIERARCHY": switch}
+    allowed["GCCOMM_ALLREDUCE"] = ("", *ALGORITHMS)
     found = comm.allgather([os.environ.get(variable, "") for variable in allowed])
     for (variable, values), texts in zip(allowed.items(), zip(*found, strict=True), strict=True):
         for rank, text in enumerate(texts):
@@ -202,7 +226,7 @@ def _settings(comm: Any) -> tuple[bool, str | None]:
                 differ = f"{texts[0]!r} on rank 0 and {text!r} on rank {rank}"
                 msg = f"{variable} must be equal on all ranks; it is {differ}"
                 raise ValueError(msg)
-    return found[0][0] != "0", found[0][1] or None
+    return found[0][0] != "0", found[0][1] != "0", found[0][2] or None
 
 
 def _check_thread_level(channel: Channel) -> None:

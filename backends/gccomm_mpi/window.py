@@ -25,7 +25,7 @@ import numpy.typing as npt
 from gccomm import kernels
 from gccomm.kernels import JOININGS
 
-__all__ = ["Window", "open_window"]
+__all__ = ["Window", "open_window", "slot_bytes"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -88,13 +88,31 @@ class Window:
         for low in range(0, recv.size, step):
             self._message(name, send[low : low + step], recv[low : low + step], JOININGS[kind], streams)
 
-    def _message(self, name: str, send: Array, recv: Array, kind: int, streams: bool) -> None:
-        turn, size = self._turn, self._size
-        mine = self._slots[turn][self._rank][: send.nbytes].view(send.dtype)
-        if kernels.address(mine) != kernels.address(send):
-            mine[...] = send
+    def collect(self, name: str, send: Array, recv: Array, kind: str) -> None:
+        """Reduce `send`, of at most a slot, over the ranks into `recv` on the first rank alone."""
+        turn = self._offer(name, send)
+        if self._rank == 0:
+            table, out = self._tables[turn], kernels.address(recv)
+            kernels.join_parts(kernels.address(table), self._size, out, recv.size, JOININGS[kind])
+
+    def spread(self, name: str, data: Array) -> None:
+        """Overwrite `data`, of at most a slot, with that of the first rank."""
+        turn = self._offer(name, data if self._rank == 0 else data[:0])
+        if self._rank != 0:
+            data[...] = self._slots[turn][0][: data.nbytes].view(data.dtype)
+
+    def _offer(self, name: str, data: Array) -> int:
+        """Put data into this rank's slot and meet the others; return which of the two slots it is."""
+        turn = self._turn
+        mine = self._slots[turn][self._rank][: data.nbytes].view(data.dtype)
+        if kernels.address(mine) != kernels.address(data):
+            mine[...] = data
         self._turn = 1 - turn
         self._meet(name)
+        return turn
+
+    def _message(self, name: str, send: Array, recv: Array, kind: int, streams: bool) -> None:
+        turn, size = self._offer(name, send), self._size
         if size > 3 and recv.nbytes >= SHARED_BYTES:
             self._in_shares(name, turn, recv, kind)
             return
@@ -122,7 +140,9 @@ class Window:
         self._until(lambda: kernels.await_flags(watched, size, number, 20), name)
 
 
-def open_window(comm: Any, until: Callable[[Callable[[], Any], str], None]) -> tuple[Window | None, str]:
+def open_window(
+    comm: Any, until: Callable[[Callable[[], Any], str], None], ranks: int
+) -> tuple[Window | None, str]:
     """Make the window of ranks on one host; collective.
 
     Parameters
@@ -131,6 +151,8 @@ def open_window(comm: Any, until: Callable[[Callable[[], Any], str], None]) -> t
         The ranks.
     until : callable
         ``until(test, name)`` waits until ``test()`` is true.
+    ranks : int
+        The most that any host has: it limits the size of slots.
 
     Returns
     -------
@@ -139,7 +161,7 @@ def open_window(comm: Any, until: Callable[[Callable[[], Any], str], None]) -> t
     reason : str
         Why, then.
     """
-    slot = min(SLOT_BYTES, MOST_BYTES // (2 * comm.size)) // 64 * 64
+    slot = slot_bytes(ranks)
     mine, own, problem = -1, b"", ""
     try:
         mine, own = _make(HEAD_BYTES + 2 * slot)
@@ -158,6 +180,11 @@ def open_window(comm: Any, until: Callable[[Callable[[], Any], str], None]) -> t
     if problems:
         return None, problems[0]
     return Window(comm.rank, regions, until), ""
+
+
+def slot_bytes(ranks: int) -> int:
+    """Return the size of a slot where no host has more than so many ranks."""
+    return min(SLOT_BYTES, MOST_BYTES // (2 * ranks)) // 64 * 64
 
 
 def _make(nbytes: int) -> tuple[int, bytes]:

@@ -1,0 +1,108 @@
+"""Reductions over several hosts, within each through shared memory: hosts are made up here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gccomm_mpi
+import gccomm_mpi.channel
+import numpy as np
+import pytest
+
+import gccomm
+
+# From the number of a rank to its host.
+HOSTS = {
+    "pairs": lambda rank: rank // 2,
+    "one, then all others": lambda rank: min(rank, 1),
+    "two of every second": lambda rank: rank % 2,
+    "alone": lambda rank: rank,
+}
+
+
+class OnHosts:
+    """A communicator whose ranks are on made-up hosts."""
+
+    def __init__(self, comm: Any, host_of: Any) -> None:
+        self._comm, self._host_of = comm, host_of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Split_type(self, kind: Any, key: int) -> Any:  # noqa: N802
+        del kind
+        return self._comm.Split(self._host_of(self._comm.rank), key)
+
+
+@pytest.fixture(params=HOSTS)
+def parent(request: pytest.FixtureRequest, world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A communicator over several hosts."""
+    host_of = HOSTS[request.param]
+    if host_of(world.size - 1) == 0:
+        pytest.skip("too few ranks for two hosts")
+    duplicate = gccomm_mpi.channel._duplicate
+    monkeypatch.setattr(gccomm_mpi.channel, "_duplicate", lambda comm: OnHosts(duplicate(comm), host_of))
+    made = world.Dup()
+    yield made
+    made.Free()
+
+
+def test_every_operation_of_every_size(parent: Any, world: Any) -> None:
+    handle = gccomm_mpi.connect(parent)
+    channel = handle._channel
+    shared = any(len({h(r) for r in range(world.size)}) < world.size for h in [channel.comm._host_of])
+    assert (channel.hierarchy is not None) == shared
+    assert not handle.one_host
+    for count in (0, 1, 257, 20_000 * world.size, 1_300_001):
+        parts = [
+            np.random.default_rng([r, count]).integers(0, 2**32, count, np.uint32) for r in range(world.size)
+        ]
+        words = parts[world.rank].copy()
+        handle.sum_words(words)
+        np.testing.assert_array_equal(words, np.sum(parts, axis=0, dtype=np.uint32))
+        words = parts[world.rank].copy()
+        handle.maximum(words)
+        np.testing.assert_array_equal(words, np.max(parts, axis=0))
+        floats = (parts[world.rank] % 1000).astype(np.float32)
+        total = np.empty_like(floats)
+        handle.sum_floats(floats, total, "float32")
+        np.testing.assert_array_equal(total, np.sum([p % 1000 for p in parts], axis=0).astype(np.float32))
+        words = parts[world.rank] & 0x0F0F0F0F
+        handle.combine_words(words, "saturate:8", 1)
+        assert len(set(world.allgather(words.tobytes()))) == 1
+    handle.close()
+
+
+def test_results_are_those_of_messages(parent: Any, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {
+        "a": np.random.default_rng(world.rank).standard_normal((600, 1024)).astype(np.float32),
+        "b": np.arange(5000) * (world.rank + 1),
+        "c": np.random.default_rng(world.rank).standard_normal(50),
+    }
+    found = []
+    for hierarchy in ("1", "0"):
+        monkeypatch.setenv("GCCOMM_HIERARCHY", hierarchy)
+        mine = parent.Dup()
+        with gccomm.init(comm=mine) as comm:
+            assert hierarchy == "1" or comm._backend._channel.hierarchy is None
+            made = []
+            for codec in ("rotated", "uniform:wire_bits=4,scales=predicted", "rotated:headroom=checked"):
+                reducer = gccomm.Reducer(codec, comm=comm, op="sum")
+                made += [reducer(tree) for _ in range(3)]
+            with pytest.raises(gccomm.MismatchError):
+                comm.allreduce(np.ones(5 + (comm.rank == comm.size - 1)))
+            assert (comm.allreduce(np.ones(5)) == comm.size).all()
+            found.append(made)
+        mine.Free()
+    for one, other in zip(*found, strict=True):
+        for key in tree:
+            assert one[key].tobytes() == other[key].tobytes()
+
+
+def test_splits_and_closing(parent: Any, world: Any) -> None:
+    for _ in range(5):
+        mine = parent.Dup()
+        with gccomm.init(comm=mine) as comm, comm.split(0, key=-comm.rank) as part:
+            assert (part.allreduce(np.ones(100_000)) == world.size).all()
+        mine.Free()
