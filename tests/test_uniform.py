@@ -212,9 +212,7 @@ def test_wire_bytes_are_those_of_the_lanes() -> None:
         _, (stats,) = testing.simulate([x], Uniform(width), one_host=False)
         words = size // BLOCK * -(-BLOCK // lanes)
         scales = 64 + size // BLOCK
-        assert stats.wire_bytes == 4 * (
-            words + scales + 1024 + 512 + 1
-        )  # and what measures the error, and a tag
+        assert stats.wire_bytes == 4 * (words + scales + 1536 + 1)  # and what measures, and a tag
         assert stats.messages == 3
         assert stats.ratio == pytest.approx(4 * size / stats.wire_bytes)
         assert stats.codecs == {"uniform": size}
