@@ -299,13 +299,14 @@ class Communicator:
             return finish(outcome)
 
     def _run(self, transfers: Generator[Transfer, None, Outcome]) -> Outcome:
+        handle: Any = None
         while True:
             try:
-                transfer = next(transfers)
+                transfer = transfers.send(handle)
             except StopIteration as stop:
                 outcome: Outcome = stop.value
                 return outcome
-            execute(transfer, self._backend)
+            handle = execute(transfer, self._backend)
 
 
 def _line(key: str, view: arrays.View | None) -> str:

@@ -11,14 +11,13 @@ the first piece has anything to agree on, a summed header with the first words o
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from gccomm import kernels
 from gccomm.agreement import (
     HEADER_WORDS,
     MESSAGE_WORDS,
@@ -33,21 +32,17 @@ from gccomm.agreement import (
 )
 from gccomm.errors import BackendError
 from gccomm.operand import Operand
+from gccomm.pieces import MASK, Moves, Piece, Wire, scratch
 from gccomm.plan import Plan
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.sketch import LARGEST, Sketch, chosen
 from gccomm.stats import Stats
-from gccomm.steps import Agree, Buffer, Context, Energies, FloatSum, OpSum, Redo, Sum, Words
-from gccomm.transfers import Combine, FloatAdd, Maximum, Transfer, WordAdd
+from gccomm.steps import Agree, Buffer, Context, Redo, Sum
+from gccomm.transfers import Finish, Maximum, Start, Transfer, WordAdd
 
 __all__ = ["Job", "Outcome", "reduce", "rendezvous"]
 
-_WIRE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_NUMPY = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "float16": np.uint16}
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
-_MASK = 0xFFFFFFFF
-
-Moves = Generator[Transfer, None, None]
 
 
 @dataclass(slots=True)
@@ -111,9 +106,11 @@ class Job:
             self._sketch()
         pieces = plan.agree_words or [0]
         scales = sum(pieces) if whole else max(pieces)
-        self.agree = _scratch(HEADER_WORDS + max(scales, SCALE_WORDS))
+        self.agree = scratch(HEADER_WORDS + max(scales, SCALE_WORDS))
         self.room = max((sum(_room(x) for x in piece) for piece in plan.pieces), default=0)
-        self.words = _scratch(max(SUM_WORDS + self.room + 2, MESSAGE_WORDS))
+        count = max(SUM_WORDS + self.room + 2, MESSAGE_WORDS)
+        self.words = scratch(count)
+        self.more = scratch(count if len(plan.pieces) > 1 else 0)  # of the second piece on its way
 
     def _sketch(self) -> None:
         """Choose the operands whose errors are measured."""
@@ -129,11 +126,6 @@ class Job:
 def _room(x: Operand) -> int:
     """Return how many words an operand's sum takes, those of its sketch included."""
     return x.message_room + (len(x.sketch.words) if x.sketch is not None else 0)
-
-
-def _scratch(count: int) -> Words:
-    words: Words = kernels.pool_empty(count * 4).view(np.uint32)
-    return words
 
 
 def rendezvous(call: Call, rank: int, size: int) -> Generator[Transfer, None, Outcome]:
@@ -172,17 +164,14 @@ def reduce(call: Call, job: Job | None, rank: int, size: int) -> Generator[Trans
 class _Engine:
     def __init__(self, job: Job, rank: int, size: int) -> None:
         self.job, self.rank, self.size = job, rank, size
-        self.context = job.context
-        self.stats = Stats()
-        self.tag = 0
-        self.first: list[list[Running]] = []
-        self.running: list[Running] = []  # those of self.first
-        self.late: list[Running] = []  # those with spans to redo
-        self.ended: list[Running] = []
+        self.wire = Wire(rank, size)
+        self.stats = self.wire.stats
+        self.first: list[list[Running]] = []  # of the pieces whose agreement begins with the header
+        self.running: list[Running] = []  # all of them
+        self.ended: dict[int, list[Running]] = {}  # by piece
         self.end = HEADER_WORDS
-        self.head = Message((), 0)
+        self.head, self.head_tag = Message((), 0), 0
         self.queue: Iterator[Message] | None = None  # of the first piece, where its header is summed
-        self.clock = time.perf_counter()
 
     @property
     def summed(self) -> bool:
@@ -198,18 +187,21 @@ class _Engine:
         if not pending(self.running, Agree) and self.first and pending(self.first[0], Sum):
             self.queue = messages(self.first[0], job.room)
             self.head = next(self.queue)
-            self._encode(self.head, SUM_WORDS)
+            end = SUM_WORDS + self.head.words
+            if end >= len(job.words):  # a codec that needs more words than it said
+                job.words = scratch(end + 1)
+            self.head.encode(job.words[SUM_WORDS:end])
             return
         self.end = HEADER_WORDS + wanted(self.running, Agree)
         if self.end > len(job.agree):  # a codec that agrees on more than a word a block
-            job.agree = _scratch(self.end)
+            job.agree = scratch(self.end)
         fill(self.running, Agree, job.agree[HEADER_WORDS : self.end])
         job.agree[self.end : MESSAGE_WORDS] = 0
 
-    def run(self, call: Call) -> Generator[Transfer, None, Outcome]:
+    def run(self, call: Call) -> Generator[Transfer, Any, Outcome]:
         """Agree, reduce all buckets and report; yields what is to be transferred."""
         outcome = Outcome(stats=self.stats)
-        self.tag = _tag(call)
+        self.wire.tag = _tag(call)
         outcome.error = yield from self._summed_round(call) if self.summed else self._first_round(call)
         if outcome.error is not None:
             return outcome
@@ -217,42 +209,65 @@ class _Engine:
         if missing:
             outcome.present = yield from self._presence()
         if self.queue is not None:
-            self._decode(self.head, SUM_WORDS)
-            yield from self._sums(self.queue)
-        yield from self._agree(self.running)
-        for number, piece in enumerate(self.job.plan.pieces):
-            if number < len(self.first):
-                mine = self.first[number]
-            else:
-                mine = [self.job.start(x) for x in piece]
-                yield from self._agree(mine, self.job.agree[HEADER_WORDS:])
-            yield from self._advance(mine)
-            self._finish(mine)
+            piece = self._piece(self.first[0], 0)
+            piece.take(self.head, self.job.words[SUM_WORDS:], self.head_tag)
+            yield from piece.send(self.queue)
+        yield from self._piece(self.running, 0).agree()
+        yield from self._pieces()
         yield from self._redo(call)
-        outcome.parts = _parts(self.ended)
+        ended = [r for _, mine in sorted(self.ended.items()) for r in mine]
+        outcome.parts = _parts(ended)
         outcome.error = _overflow(self.job.plan)
         return outcome
 
-    def _lap(self) -> float:
-        now = time.perf_counter()
-        elapsed, self.clock = now - self.clock, now
-        return elapsed
+    def _piece(self, running: Sequence[Running], number: int) -> Piece:
+        """Return a piece; of two that are on their way at once each has memory of its own."""
+        job = self.job
+        return Piece(self.wire, running, job.words if number % 2 == 0 else job.more, job.room, job.place)
 
-    def _move(self, transfer: Transfer, nbytes: int) -> Moves:
-        self.stats.encode_s += self._lap()
-        yield transfer
-        self.stats.wire_s += self._lap()
-        self.stats.wire_bytes += nbytes
-        self.stats.messages += 1
+    def _pieces(self) -> Generator[Transfer, Any, None]:
+        """Drive all pieces, two at a time: while one waits for the other ranks, the other one's codecs work.
+
+        What is done in which order follows from the pieces alone, so that it is the same on all ranks.
+        """
+        left = iter(range(len(self.job.plan.pieces)))
+        ways: deque[tuple[Moves, Any]] = deque()  # and what each of them waits for, in order
+        while True:
+            while len(ways) < 2 and (number := next(left, None)) is not None:
+                way = self._drive(number)
+                yield from self._go_on(way, ways)
+            if not ways:
+                return
+            way, handle = ways.popleft()
+            yield Finish(handle)
+            yield from self._go_on(way, ways)
+
+    def _go_on(self, way: Moves, ways: deque[tuple[Moves, Any]]) -> Generator[Transfer, Any, None]:
+        transfer = next(way, None)
+        if transfer is not None:
+            handle = yield Start(transfer)
+            ways.append((way, handle))
+
+    def _drive(self, number: int) -> Moves:
+        """Reduce a piece."""
+        if number < len(self.first):
+            mine = self.first[number]
+            piece = self._piece(mine, number)
+        else:
+            mine = [self.job.start(x) for x in self.job.plan.pieces[number]]
+            piece = self._piece(mine, number)
+            yield from piece.agree()
+        yield from piece.advance()
+        self._finish(number, mine)
 
     def _first_round(self, call: Call) -> Generator[Transfer, None, BaseException | None]:
         """Send the header with the first scales, then the other scales."""
         agree, end = self.job.agree, self.end
         write_header(call, self.rank, agree)
-        yield from self._move(Maximum(agree[:MESSAGE_WORDS]), 4 * MESSAGE_WORDS)
+        yield from self.wire.move(Maximum(agree[:MESSAGE_WORDS]), 4 * MESSAGE_WORDS)
         error = yield from verify(call, self.rank, self.size, agree)
         if error is None and end > MESSAGE_WORDS:
-            yield from self._move(Maximum(agree[MESSAGE_WORDS:end]), 4 * (end - MESSAGE_WORDS))
+            yield from self.wire.move(Maximum(agree[MESSAGE_WORDS:end]), 4 * (end - MESSAGE_WORDS))
         if error is None:
             answer(self.running, Agree, agree[HEADER_WORDS:end])
         return error
@@ -261,134 +276,26 @@ class _Engine:
         """Send the summed header with the first words of the first sum, then its other words."""
         words, end = self.job.words, SUM_WORDS + self.head.words + 1
         write_summed(call, words)
-        words[end - 1] = self._next_tag()
+        self.head_tag = words[end - 1] = self.wire.next_tag()
         words[end:MESSAGE_WORDS] = 0
         first = WordAdd(words[:MESSAGE_WORDS], _within(self.head.lanes(SUM_WORDS), 0, MESSAGE_WORDS))
-        yield from self._move(first, 4 * MESSAGE_WORDS)
+        yield from self.wire.move(first, 4 * MESSAGE_WORDS)
         error = yield from verify_summed(call, self.rank, self.size, words)
         if error is None and end > MESSAGE_WORDS:
             lanes = _within(self.head.lanes(SUM_WORDS), MESSAGE_WORDS, end)
             rest = words[MESSAGE_WORDS:end]
-            yield from self._move(WordAdd(rest, lanes), rest.nbytes)
+            yield from self.wire.move(WordAdd(rest, lanes), rest.nbytes)
         return error
-
-    def _agree(self, running: Sequence[Running], room: Words | None = None) -> Moves:
-        """Run agreement rounds until no codec wants one.
-
-        The first may use ``room``; the others get memory of their own, since codecs keep their answers.
-        """
-        while count := wanted(running, Agree):
-            fits = room is not None and count <= len(room)
-            words = room[:count] if room is not None and fits else np.empty(count, dtype=np.uint32)
-            room = None
-            fill(running, Agree, words)
-            yield from self._move(Maximum(words), words.nbytes)
-            answer(running, Agree, words)
-
-    def _advance(self, mine: Sequence[Running]) -> Moves:
-        """Drive the codecs of a piece to their ends, or to spans that must be redone."""
-        while True:
-            if pending(mine, Agree):
-                yield from self._agree(mine)
-            elif count := wanted(mine, Energies):
-                words = np.empty(count, dtype=np.uint32)
-                fill(mine, Energies, words)
-                yield from self._move(WordAdd(words), words.nbytes)
-                answer(mine, Energies, words)
-            elif sums := pending(mine, Sum):
-                yield from self._sums(messages(sums, self.job.room))
-            elif floats := pending(mine, FloatSum):
-                for r in floats:
-                    yield from self._sum_floats(r)
-            elif own := pending(mine, OpSum):
-                for r in own:
-                    yield from self._combine(r)
-            else:
-                return
 
     def _presence(self) -> Generator[Transfer, None, Any]:
         """Find the leaves that at least one rank has."""
         mine = np.array(self.job.have, dtype=np.uint32)
-        yield from self._move(Maximum(mine), mine.nbytes)
+        yield from self.wire.move(Maximum(mine), mine.nbytes)
         return mine.astype(bool)
 
-    def _encode(self, message: Message, base: int) -> None:
-        """Write a message's words ``base`` words into the buffer."""
-        self._fit(base + message.words + 1)
-        message.encode(self.job.words[base : base + message.words])
-
-    def _fit(self, count: int) -> None:
-        if count > len(self.job.words):  # a codec that needs more words than it said
-            self.job.words = _scratch(count)
-
-    def _decode(self, message: Message, base: int) -> bool:
-        """Check the tag of a summed message and hand its sums out."""
-        words, end = self.job.words, base + message.words
-        if int(words[end]) != self.tag * self.size & _MASK:
-            msg = (
-                f"rank {self.rank}: the tag of a sum is {int(words[end]):#010x}, expected "
-                f"{self.tag * self.size & _MASK:#010x}: messages of different calls were added"
-            )
-            raise BackendError(msg)
-        right = message.decode(words[base:end])
-        self.stats.decode_s += self._lap()
-        return right
-
-    def _sums(self, queue: Iterator[Message]) -> Moves:
-        """Send messages, one after the other."""
-        for message in queue:
-            yield from self._sum(message)
-
-    def _sum(self, message: Message) -> Generator[Transfer, None, bool]:
-        count = message.words + 1
-        self._fit(count)
-        sums = self.job.words[:count]
-        placed = self.job.place(4 * count)
-        words = sums if placed is None else placed.view(np.uint32)
-        message.encode(words[:-1])
-        words[-1] = self._next_tag()
-        out = None if placed is None else sums
-        yield from self._move(WordAdd(words, message.lanes(0), out), words.nbytes)
-        return self._decode(message, 0)
-
-    def _next_tag(self) -> int:
-        self.tag = (self.tag * 0x9E3779B1 + 0x7F4A7C15) & _MASK
-        return self.tag
-
-    def _sum_floats(self, r: Running) -> Moves:
-        step = r.step
-        assert isinstance(step, FloatSum)
-        nbytes = step.count * _WIRE_BYTES[step.dtype]
-        if step.direct is not None:
-            yield from self._move(FloatAdd(*step.direct, step.dtype), nbytes)
-            if step.finish is not None:
-                step.finish()
-        else:
-            dtype = np.dtype(_NUMPY[step.dtype])
-            buffer: Buffer = self.job.words[: len(self.job.words) // 2 * 2].view(dtype)[: step.count]
-            placed = self.job.place(nbytes)
-            sent: Buffer = buffer if placed is None else placed.view(dtype)
-            step.encode(0, step.blocks, sent)
-            yield from self._move(FloatAdd(sent, buffer, step.dtype), nbytes)
-            step.decode(0, step.blocks, buffer)
-        self.stats.decode_s += self._lap()
-        r.answer(None)
-
-    def _combine(self, r: Running) -> Moves:
-        step = r.step
-        assert isinstance(step, OpSum)
-        fits = step.count <= len(self.job.words)
-        words = self.job.words[: step.count] if fits else np.empty(step.count, dtype=np.uint32)
-        step.encode(words)
-        yield from self._move(Combine(words, step.operation, step.seed), words.nbytes)
-        step.decode(words)
-        self.stats.decode_s += self._lap()
-        r.answer(None)
-
-    def _finish(self, mine: Sequence[Running]) -> None:
+    def _finish(self, number: int, mine: list[Running]) -> None:
         stats = self.stats
-        self.late += pending(mine, Redo)
-        self.ended += mine
+        self.ended[number] = mine
         for r in mine:
             x = r.operand
             stats.float32_bytes += 4 * x.coordinates
@@ -398,33 +305,36 @@ class _Engine:
             if r.step is None:
                 stats.error.take(x)
 
-    def _redo(self, call: Call) -> Moves:
+    def _redo(self, call: Call) -> Generator[Transfer, None, None]:
         """Send the spans whose check words were wrong again, all of the call together.
 
         Ranks that do not agree on which those are, or find a span wrong twice, hold corrupted sums: nothing
         that a caller could use is left then.
         """
-        if not self.late:
+        ended = [r for _, mine in sorted(self.ended.items()) for r in mine]
+        late = pending(ended, Redo)
+        if not late:
             return
-        steps = [(i, r.step) for i, r in enumerate(self.ended)]
+        steps = [(i, r.step) for i, r in enumerate(ended)]
         spans = [(i, *span) for i, step in steps if isinstance(step, Redo) for span in step.spans]
         self.stats.spans_redone += len(spans)
         again = replace(call, opcode="redo", policy=f"spans {spans}", missing=False)
         message = np.zeros(MESSAGE_WORDS, dtype=np.uint32)
         write_header(again, self.rank, message)
-        yield from self._move(Maximum(message), message.nbytes)
+        yield from self.wire.move(Maximum(message), message.nbytes)
         error = yield from verify(again, self.rank, self.size, message)
         if error is not None:
             raise BackendError(f"rank {self.rank}: sums were corrupted on the way: {error}")
-        for message_ in messages(self.late, min(self.job.room, REDO_WORDS)):
-            right = yield from self._sum(message_)
+        piece = self._piece(late, 0)
+        for message_ in messages(late, min(self.job.room, REDO_WORDS)):
+            right = yield from piece.send_one(message_)
             if not right:
                 msg = (
                     f"rank {self.rank}: the check words of a span were wrong twice, in wide lanes too: "
                     "sums were corrupted on the way"
                 )
                 raise BackendError(msg)
-        for r in self.late:
+        for r in late:
             if r.step is not None:
                 raise BackendError(f"codec {r.operand.codec!r} yields a step after its redo: {r.step!r}")
             self.stats.error.take(r.operand)
@@ -439,7 +349,7 @@ def _within(lanes: Sequence[tuple[int, int, int]], lo: int, hi: int) -> tuple[tu
 def _tag(call: Call) -> int:
     tag = 0
     for value in call.values():
-        tag = (tag * 0x01000193 ^ value) & _MASK
+        tag = (tag * 0x01000193 ^ value) & MASK
     return tag
 
 

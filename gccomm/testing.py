@@ -17,7 +17,7 @@ from gccomm.operations import OPERATIONS
 from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.stats import Stats
 from gccomm.steps import Words
-from gccomm.transfers import Broadcast, Combine, FloatAdd, Maximum, Transfer, WordAdd
+from gccomm.transfers import Broadcast, Combine, FloatAdd, Maximum, Transfer, Whole, WordAdd, at_once
 
 __all__ = ["run", "simulate", "simulate_steps"]
 
@@ -156,10 +156,12 @@ def _lockstep(runs: Sequence[Generator[Transfer, None, Outcome]]) -> list[Outcom
             raise BackendError(f"{len(outcomes)} of {len(runs)} virtual ranks ended before the others")
         if outcomes:
             return outcomes
-        _combine(transfers)
+        whole = at_once(transfers)
+        if whole:
+            _combine(whole)
 
 
-def _combine(transfers: Sequence[Transfer]) -> None:
+def _combine(transfers: Sequence[Whole]) -> None:
     from gccomm_local import combine, combine_each
 
     head = transfers[0]

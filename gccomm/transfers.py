@@ -1,18 +1,32 @@
 """What the engine asks of a transport: one in-place collective at a time, as data.
 
-The engine is a generator of transfers. A blocking driver hands each to a back end; the lockstep driver
+The engine is a generator of transfers, which may begin one and finish it later. A driver hands each to a
+back end; the lockstep driver
 combines the transfers of many engines in one thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gccomm.backends import Backend
 from gccomm.steps import Buffer, FloatName, Words
 
-__all__ = ["Broadcast", "Combine", "FloatAdd", "Maximum", "Transfer", "WordAdd", "execute"]
+__all__ = [
+    "Broadcast",
+    "Combine",
+    "Finish",
+    "FloatAdd",
+    "Maximum",
+    "Start",
+    "Transfer",
+    "Whole",
+    "WordAdd",
+    "at_once",
+    "execute",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +76,56 @@ class Broadcast:
     root: int
 
 
-Transfer: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Broadcast
+Whole: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Broadcast
 
 
-def execute(transfer: Transfer, backend: Backend) -> None:
-    """Run one transfer over a back end; returns when it is complete on this rank."""
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Begin a transfer; the answer is a handle. Its arrays are left alone until it is finished."""
+
+    transfer: Whole
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Wait until the transfer of a handle is complete on this rank."""
+
+    handle: Any
+
+
+Transfer: TypeAlias = Whole | Start | Finish
+
+
+def at_once(transfers: Sequence[Transfer]) -> list[Whole]:
+    """Return the transfers of all ranks for a driver that completes what is begun, and begins no more: what
+    to do now, if anything.
+    """
+    return [t.transfer if isinstance(t, Start) else t for t in transfers if not isinstance(t, Finish)]
+
+
+def _begin(transfer: Whole, backend: Any) -> Any:
+    """Return a handle, or None where the transfer is complete: a back end need not have any."""
+    if not hasattr(backend, "begin"):
+        return execute(transfer, backend)
     match transfer:
+        case WordAdd():
+            out = transfer.words if transfer.out is None else transfer.out
+            return backend.begin("words", transfer.words, out)
+        case Maximum():
+            return backend.begin("maximum", transfer.words, transfer.words)
+        case FloatAdd():
+            return backend.begin(transfer.dtype, transfer.send, transfer.recv)
+    return execute(transfer, backend)
+
+
+def execute(transfer: Transfer, backend: Backend) -> Any:
+    """Run one transfer over a back end until it is complete on this rank; return the handle of a start."""
+    match transfer:
+        case Start():
+            return _begin(transfer.transfer, backend)
+        case Finish():
+            if transfer.handle is not None:
+                backend.end(transfer.handle)  # type: ignore[attr-defined]  # has it, as it has handles
         case WordAdd(out=None):
             backend.sum_words(transfer.words)
         case WordAdd():
@@ -80,3 +138,4 @@ def execute(transfer: Transfer, backend: Backend) -> None:
             backend.combine_words(transfer.words, transfer.operation, transfer.seed)
         case Broadcast():
             backend.broadcast(transfer.buffer, transfer.root)
+    return None

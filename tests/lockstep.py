@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gccomm.engine import Outcome
-from gccomm.transfers import Maximum, Transfer, WordAdd
+from gccomm.transfers import Maximum, Transfer, WordAdd, at_once
 
 Array = np.ndarray[Any, Any]
 Runs = Sequence[Generator[Transfer, None, Outcome]]
@@ -35,6 +35,9 @@ def drive(
         if outcomes:
             assert not transfers, "some ranks end before the others"
             return outcomes, sent
+        transfers = list(at_once(transfers))
+        if not transfers:
+            continue
         if all(isinstance(t, Maximum) for t in transfers):
             sent.append([t.words.copy() for t in transfers if isinstance(t, Maximum)])
             typed = [s.view(np.int32) if signed else s for s in sent[-1]]

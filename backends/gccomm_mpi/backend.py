@@ -16,6 +16,7 @@ from gccomm_mpi.channel import Channel, Operation, cached
 from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange_in_order
 from gccomm_mpi.failure import abort_job, guard
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
+from gccomm_mpi.window import Posted
 
 __all__ = ["MpiBackend", "open_backend"]
 
@@ -82,6 +83,26 @@ class MpiBackend:
     def sum_into(self, words: Words, out: Words, /) -> None:
         """Write the sum of `words` over the ranks, mod 2^32, to `out`."""
         self._reduce("sum", words, out, SUM)
+
+    def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | None:
+        """Begin a reduction, "maximum", "words" or a float format; None if it is complete already.
+
+        Two may be on their way. Their arrays are left alone until :meth:`end`.
+        """
+        operator = {"maximum": MAXIMUM, "words": SUM}.get(kind) or sum_of(kind)  # type: ignore[arg-type]
+        name = kind if kind == "maximum" else "sum" if kind == "words" else f"{kind} sum"
+        window = self._channel.window
+        if window is None or recv.nbytes > window.slot_bytes:
+            self._reduce(name, send, recv, operator)
+            return None
+        with self._operation(name, (send, recv)):
+            return window.post(name, send.reshape(-1), recv.reshape(-1), operator.kind)
+
+    def end(self, handle: Posted, /) -> None:
+        """Complete a reduction that was begun."""
+        with self._operation(handle.name, handle.recv) as channel:
+            assert channel.window is not None
+            channel.window.finish(handle)
 
     def sum_floats(self, send: Array, recv: Array, dtype: FloatName, /) -> None:
         """Write the sum of `send` over the ranks to `recv`; its order depends on size and library.

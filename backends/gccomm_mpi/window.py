@@ -1,10 +1,11 @@
 """Memory that the ranks of one host share, and reductions through it: nothing is copied through MPI.
 
-Every rank owns a region: a flag and two slots, used in turns. To reduce, it writes its data into a slot, or
-has its words encoded right there, and raises its flag to the number of the message. When all flags are up, it
-joins all ranks' slots into an array of its own (one shot), or, of large data on many ranks, joins its share
-in place, raises its flag again, and collects the shares (two shots). A slot may be written again as soon as
-all flags have come to the message in between: whoever has raised it has done with the one before.
+Every rank owns a region: flags and slots, used in turns. To reduce, it writes its data into a slot, or has
+its words encoded right there, and raises its flag to the number of the message: the message is *posted*. When
+all flags have come to that number, it joins all ranks' slots into an array of its own (one shot), or, of
+large data on many ranks, joins its share in place, raises another flag, and collects the shares (two shots):
+the message is *finished*. Work may be done in between, on a second message too. A third flag tells up to
+which message a rank has finished: only then are slots written again.
 
 All ranks join in the order of the ranks, so that they get the same bits, floats included.
 """
@@ -17,7 +18,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,20 +26,34 @@ import numpy.typing as npt
 from gccomm import kernels
 from gccomm.kernels import JOININGS
 
-__all__ = ["Window", "open_window", "slot_bytes"]
+__all__ = ["Posted", "Window", "open_window", "slot_bytes"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
-HEAD_BYTES = 4096  # the flag, and a token that tells that this is the right memory
-SLOT_BYTES = (2 << 20) + (1 << 17)  # words of a piece in lanes of 16 bits, with check words
-MOST_BYTES = 512 << 20  # of all ranks together
+HEAD_BYTES = 4096  # the flags, a line of the cache each, and a token that tells that this is the right memory
+SLOTS = 4
+SLOT_BYTES = (1 << 20) + (1 << 16)  # words of a piece in lanes of 16 bits, with check words
+MOST_BYTES = 512 << 20  # of all ranks of a host together
 CHUNK_BYTES = 512 << 10  # of data that are copied into a slot
 SHARED_BYTES = 64 << 10  # from here on more than three ranks join one share each
 STREAM_BYTES = 8 << 20  # results of this size are written past the caches
 
-_TOKEN = slice(64, 80)
-_FLAG_MASK = 0xFFFFFFFF
+_POSTED, _SHARED, _FINISHED = 0, 64, 128  # places of the flags
+_TOKEN = slice(256, 272)
+_MASK = 0xFFFFFFFF
+_LOOKS = 20  # at a flag in one test
+
+
+class Posted(NamedTuple):
+    """A message that is posted: its number, its slot, and what to do when all ranks have posted it."""
+
+    number: int
+    turn: int
+    name: str
+    recv: Array
+    kind: int
+    streams: bool
 
 
 class Window:
@@ -53,21 +68,22 @@ class Window:
     def __init__(
         self, rank: int, regions: list[Bytes], until: Callable[[Callable[[], Any], str], None]
     ) -> None:
-        self.slot_bytes = (len(regions[0]) - HEAD_BYTES) // 2
+        self.slot_bytes = (len(regions[0]) - HEAD_BYTES) // SLOTS
         self._rank, self._size, self._until = rank, len(regions), until
-        starts = [HEAD_BYTES, HEAD_BYTES + self.slot_bytes]
+        starts = [HEAD_BYTES + turn * self.slot_bytes for turn in range(SLOTS)]
         self._slots = [[region[at : at + self.slot_bytes] for region in regions] for at in starts]
         self._tables = [np.array([kernels.address(s) for s in slots], np.uint64) for slots in self._slots]
-        self._flags = np.array([kernels.address(region) for region in regions], np.uint64)
-        self._flag, self._watched = int(self._flags[rank]), kernels.address(self._flags)
-        self._turn = self._number = 0
+        heads = np.array([kernels.address(region) for region in regions], np.uint64)
+        self._flags = {at: heads + np.uint64(at) for at in (_POSTED, _SHARED, _FINISHED)}
+        self._number = self._shares = self._finished = 0  # of messages, mod 2^32
+        self._early: set[int] = set()  # messages that were finished before older ones
 
     def room(self, nbytes: int) -> Bytes | None:
-        """Return this rank's next slot, if so many bytes fit: what is joined from there is not copied.
+        """Return this rank's next slot, if so many bytes fit: what is posted from there is not copied.
 
-        It keeps what is written into it until the next reduction.
+        It keeps what is written into it until the next message is posted.
         """
-        return self._slots[self._turn][self._rank][:nbytes] if nbytes <= self.slot_bytes else None
+        return self._own("make room", nbytes) if nbytes <= self.slot_bytes else None
 
     def join(self, name: str, send: Array, recv: Array, kind: str) -> None:
         """Reduce `send` over the ranks into `recv`, which may be the same array.
@@ -83,61 +99,100 @@ class Window:
         """
         send, recv = send.reshape(-1), recv.reshape(-1)
         streams = kernels.address(send) != kernels.address(recv) and recv.nbytes >= STREAM_BYTES
-        in_place = kernels.address(send) == int(self._tables[self._turn][self._rank])
-        step = (self.slot_bytes if in_place else min(CHUNK_BYTES, self.slot_bytes)) // recv.itemsize
+        placed = kernels.address(send) == int(self._tables[self._turn][self._rank])
+        step = (self.slot_bytes if placed else min(CHUNK_BYTES, self.slot_bytes)) // recv.itemsize
+        posted: list[Posted] = []
         for low in range(0, recv.size, step):
-            self._message(name, send[low : low + step], recv[low : low + step], JOININGS[kind], streams)
+            part, target = send[low : low + step], recv[low : low + step]
+            posted.append(self.post(name, part, target, kind, streams))
+            if len(posted) == 2:
+                self.finish(posted.pop(0))
+        for message in posted:
+            self.finish(message)
+
+    def post(self, name: str, send: Array, recv: Array, kind: str, streams: bool = False) -> Posted:
+        """Begin to reduce `send`, of at most a slot, into `recv`; two messages may be on their way."""
+        turn = self._offer(name, send)
+        return Posted(self._number, turn, name, recv, JOININGS[kind], streams)
+
+    def finish(self, message: Posted) -> None:
+        """Wait until all ranks have posted a message, and reduce it."""
+        self._come(_POSTED, message.number, message.name)
+        if self._size > 3 and message.recv.nbytes >= SHARED_BYTES:
+            self._in_shares(message)
+        else:
+            self._join(message.turn, message.recv, message.kind, message.streams)
+        self._done(message.number)
 
     def collect(self, name: str, send: Array, recv: Array, kind: str) -> None:
         """Reduce `send`, of at most a slot, over the ranks into `recv` on the first rank alone."""
         turn = self._offer(name, send)
+        self._come(_POSTED, self._number, name)
         if self._rank == 0:
-            table, out = self._tables[turn], kernels.address(recv)
-            kernels.join_parts(kernels.address(table), self._size, out, recv.size, JOININGS[kind])
+            self._join(turn, recv, JOININGS[kind])
+        self._done(self._number)
 
     def spread(self, name: str, data: Array) -> None:
         """Overwrite `data`, of at most a slot, with that of the first rank."""
         turn = self._offer(name, data if self._rank == 0 else data[:0])
+        self._come(_POSTED, self._number, name)
         if self._rank != 0:
             data[...] = self._slots[turn][0][: data.nbytes].view(data.dtype)
+        self._done(self._number)
+
+    @property
+    def _turn(self) -> int:
+        return (self._number + 1) % SLOTS
+
+    def _own(self, name: str, nbytes: int) -> Bytes:
+        """Return this rank's next slot, once all ranks have finished what was in it."""
+        self._come(_FINISHED, self._number + 1 - SLOTS, name)
+        return self._slots[self._turn][self._rank][:nbytes]
 
     def _offer(self, name: str, data: Array) -> int:
-        """Put data into this rank's slot and meet the others; return which of the two slots it is."""
-        turn = self._turn
-        mine = self._slots[turn][self._rank][: data.nbytes].view(data.dtype)
+        """Put data into this rank's next slot and raise the flag; return which slot it is."""
+        turn, mine = self._turn, self._own(name, data.nbytes).view(data.dtype)
         if kernels.address(mine) != kernels.address(data):
             mine[...] = data
-        self._turn = 1 - turn
-        self._meet(name)
+        self._number = self._number + 1 & _MASK
+        self._raise(_POSTED, self._number)
         return turn
 
-    def _message(self, name: str, send: Array, recv: Array, kind: int, streams: bool) -> None:
-        turn, size = self._offer(name, send), self._size
-        if size > 3 and recv.nbytes >= SHARED_BYTES:
-            self._in_shares(name, turn, recv, kind)
-            return
-        table = self._tables[turn]
-        kernels.join_parts(kernels.address(table), size, kernels.address(recv), recv.size, kind, streams)
+    def _join(self, turn: int, recv: Array, kind: int, streams: bool = False) -> None:
+        table, out = kernels.address(self._tables[turn]), kernels.address(recv)
+        kernels.join_parts(table, self._size, out, recv.size, kind, streams)
 
-    def _in_shares(self, name: str, turn: int, recv: Array, kind: int) -> None:
+    def _in_shares(self, message: Posted) -> None:
         """Join this rank's share in its slot and collect all shares."""
-        slots = [slot[: recv.nbytes].view(recv.dtype) for slot in self._slots[turn]]
-        align = 64 // recv.itemsize
+        recv, item = message.recv, message.recv.itemsize
+        slots = [slot[: recv.nbytes].view(recv.dtype) for slot in self._slots[message.turn]]
+        align = 64 // item
         cuts = [recv.size * r // self._size // align * align for r in range(self._size)] + [recv.size]
         low, high = cuts[self._rank], cuts[self._rank + 1]
-        table = self._tables[turn] + np.uint64(low * recv.itemsize)
+        table = self._tables[message.turn] + np.uint64(low * item)
         where = kernels.address(slots[self._rank][low:])
-        kernels.join_parts(kernels.address(table), self._size, where, high - low, kind)
-        self._meet(name)
+        kernels.join_parts(kernels.address(table), self._size, where, high - low, message.kind)
+        self._shares = self._shares + 1 & _MASK
+        self._raise(_SHARED, self._shares)
+        self._come(_SHARED, self._shares, message.name)
         for slot, (first, end) in zip(slots, pairwise(cuts), strict=True):
             recv[first:end] = slot[first:end]
 
-    def _meet(self, name: str) -> None:
-        """Raise this rank's flag and wait for the others'."""
-        self._number = number = self._number + 1 & _FLAG_MASK
-        kernels.raise_flag(self._flag, number)
-        watched, size = self._watched, self._size
-        self._until(lambda: kernels.await_flags(watched, size, number, 20), name)
+    def _done(self, number: int) -> None:
+        self._early.add(number)
+        while self._finished + 1 & _MASK in self._early:
+            self._finished = self._finished + 1 & _MASK
+            self._early.remove(self._finished)
+        self._raise(_FINISHED, self._finished)
+
+    def _raise(self, which: int, number: int) -> None:
+        kernels.raise_flag(int(self._flags[which][self._rank]), number)
+
+    def _come(self, which: int, number: int, name: str) -> None:
+        """Wait until all ranks' flags have come to a number."""
+        table, size, number = kernels.address(self._flags[which]), self._size, number & _MASK
+        if not kernels.await_flags(table, size, number, 1):
+            self._until(lambda: kernels.await_flags(table, size, number, _LOOKS), name)
 
 
 def open_window(
@@ -164,14 +219,14 @@ def open_window(
     slot = slot_bytes(ranks)
     mine, own, problem = -1, b"", ""
     try:
-        mine, own = _make(HEAD_BYTES + 2 * slot)
+        mine, own = _make(HEAD_BYTES + SLOTS * slot)
     except (OSError, AttributeError) as error:
         problem = f"no shared memory: {error}"
     peers = comm.allgather((os.getpid(), mine, own))
     regions: list[Bytes] = []
     try:
         if not problem:
-            regions = [_see(pid, fd, token, HEAD_BYTES + 2 * slot) for pid, fd, token in peers]
+            regions = [_see(pid, fd, token, HEAD_BYTES + SLOTS * slot) for pid, fd, token in peers]
     except (OSError, ValueError) as error:
         problem = f"the memory of another rank cannot be seen: {error}"
     problems = [p for p in comm.allgather(problem) if p]  # all have mapped, or given up
@@ -184,7 +239,7 @@ def open_window(
 
 def slot_bytes(ranks: int) -> int:
     """Return the size of a slot where no host has more than so many ranks."""
-    return min(SLOT_BYTES, MOST_BYTES // (2 * ranks)) // 64 * 64
+    return min(SLOT_BYTES, MOST_BYTES // (SLOTS * ranks)) // 64 * 64
 
 
 def _make(nbytes: int) -> tuple[int, bytes]:

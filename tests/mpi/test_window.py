@@ -112,12 +112,50 @@ def test_slots_are_not_written_before_all_have_read_them(backend: Any) -> None:
                 os.sched_yield()
 
 
+def test_two_messages_may_be_on_their_way(backend: Any) -> None:
+    """Finished in either order, around whole ones, by ranks that are late in turns."""
+    rng, late = np.random.default_rng(0), np.random.default_rng(backend.rank)
+    n, rank = backend.size, backend.rank
+    for step in range(200):
+        first, second, whole = (np.full(int(k), rank + step, np.uint32) for k in rng.integers(1, 60_000, 3))
+        sums = np.zeros_like(second)
+        one = backend.begin("words", first, first)
+        if step % 3 == 0:
+            backend.sum_words(whole)
+        room = backend.room(second.nbytes)
+        room.view(np.uint32)[:] = second
+        two = backend.begin("words", room.view(np.uint32), sums)
+        if late.random() < 0.1:
+            for _ in range(50):
+                os.sched_yield()
+        for handle in (one, two) if step % 2 else (two, one):
+            backend.end(handle)
+        if step % 3 != 0:
+            backend.maximum(whole)
+        expected = n * step + n * (n - 1) // 2
+        assert (first == expected).all()
+        assert (sums == expected).all()
+        assert (whole == (n - 1 + step if step % 3 else expected)).all()
+
+
+def test_large_messages_are_complete_at_once(backend: Any) -> None:
+    words = np.ones(SLOT_BYTES // 4 + 1, np.uint32)
+    assert backend.begin("words", words, words) is None
+    assert (words == backend.size).all()
+    floats = np.ones(1000, np.float32)
+    total = np.zeros_like(floats)
+    handle = backend.begin("float32", floats, total)
+    backend.end(handle)
+    assert (total == backend.size).all()
+
+
 def test_numbers_of_messages_wrap(backend: Any) -> None:
     window = backend._channel.window
     backend.maximum(np.ones(1, np.uint32))
     backend._channel.arrive("test")
-    window._number = 0xFFFFFFFD
-    window_module.kernels.raise_flag(window._flag, 0xFFFFFFFD)
+    window._number = window._finished = window._shares = 0xFFFFFFFD
+    for flags in window._flags.values():
+        window_module.kernels.raise_flag(int(flags[backend.rank]), 0xFFFFFFFD)
     backend._channel.arrive("test")
     for step in range(12):
         words = np.full(100_000 if step % 3 else 10, step, np.uint32)

@@ -1,0 +1,195 @@
+"""One piece of a call on its way: the steps of its codecs, fused into messages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+
+import numpy as np
+
+from gccomm import kernels
+from gccomm.errors import BackendError
+from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
+from gccomm.stats import Stats
+from gccomm.steps import Agree, Buffer, Energies, FloatSum, OpSum, Sum, Words
+from gccomm.transfers import Combine, FloatAdd, Maximum, Whole, WordAdd
+
+__all__ = ["MASK", "Moves", "Piece", "Wire", "scratch"]
+
+_WIRE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+_NUMPY = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "float16": np.uint16}
+MASK = 0xFFFFFFFF
+
+Moves = Generator[Whole, None, None]
+
+
+def scratch(count: int) -> Words:
+    """Return memory for so many words, from the pool."""
+    words: Words = kernels.pool_empty(count * 4).view(np.uint32)
+    return words
+
+
+class Wire:
+    """What the transfers of a call have in common: clock, figures and tags.
+
+    Parameters
+    ----------
+    rank, size : int
+        This rank and the number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.stats = Stats()
+        self.tag = 0
+        self._clock = time.perf_counter()
+
+    def lap(self) -> float:
+        """Return the seconds since the last time."""
+        now = time.perf_counter()
+        elapsed, self._clock = now - self._clock, now
+        return elapsed
+
+    def move(self, transfer: Whole, nbytes: int) -> Moves:
+        """Ask for a transfer, and count it."""
+        self.stats.encode_s += self.lap()
+        yield transfer
+        self.stats.wire_s += self.lap()
+        self.stats.wire_bytes += nbytes
+        self.stats.messages += 1
+
+    def next_tag(self) -> int:
+        """Return the tag of the next message: the same on all ranks."""
+        self.tag = (self.tag * 0x9E3779B1 + 0x7F4A7C15) & MASK
+        return self.tag
+
+    def check(self, tag: int, summed: int) -> None:
+        """Raise BackendError where a summed tag is not what all ranks' tags add up to."""
+        expected = tag * self.size & MASK
+        if summed != expected:
+            msg = (
+                f"rank {self.rank}: the tag of a sum is {summed:#010x}, expected {expected:#010x}: messages "
+                "of different calls were added"
+            )
+            raise BackendError(msg)
+
+
+class Piece:
+    """The codecs of one piece, and the memory of its messages.
+
+    Parameters
+    ----------
+    wire : Wire
+        Of the call.
+    running : sequence of Running
+        Codecs, all of which go forward together.
+    words : array of uint32
+        Memory for sums; as large as a message, unless a codec needs more than it said.
+    room : int
+        Most words of a message.
+    place : callable
+        From a number of bytes to the memory that the back end would have the next sum's data in, or None.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        running: Sequence[Running],
+        words: Words,
+        room: int,
+        place: Callable[[int], Buffer | None],
+    ) -> None:
+        self.wire, self.running, self.words = wire, running, words
+        self._room, self._place = room, place
+
+    def agree(self, room: Words | None = None) -> Moves:
+        """Run agreement rounds until no codec wants one.
+
+        The first may use ``room``; the others get memory of their own, since codecs keep their answers.
+        """
+        while count := wanted(self.running, Agree):
+            fits = room is not None and count <= len(room)
+            words = room[:count] if room is not None and fits else np.empty(count, dtype=np.uint32)
+            room = None
+            fill(self.running, Agree, words)
+            yield from self.wire.move(Maximum(words), words.nbytes)
+            answer(self.running, Agree, words)
+
+    def advance(self) -> Moves:
+        """Drive the codecs to their ends, or to spans that must be redone."""
+        mine = self.running
+        while True:
+            if pending(mine, Agree):
+                yield from self.agree()
+            elif count := wanted(mine, Energies):
+                words = np.empty(count, dtype=np.uint32)
+                fill(mine, Energies, words)
+                yield from self.wire.move(WordAdd(words), words.nbytes)
+                answer(mine, Energies, words)
+            elif sums := pending(mine, Sum):
+                yield from self.send(messages(sums, self._room))
+            elif floats := pending(mine, FloatSum):
+                for r in floats:
+                    yield from self._sum_floats(r)
+            elif own := pending(mine, OpSum):
+                for r in own:
+                    yield from self._combine(r)
+            else:
+                return
+
+    def send(self, queue: Iterator[Message]) -> Moves:
+        """Send messages, one after the other."""
+        for message in queue:
+            yield from self.send_one(message)
+
+    def send_one(self, message: Message) -> Generator[Whole, None, bool]:
+        """Send a message, and return whether every redone span in it is right."""
+        count = message.words + 1
+        if count > len(self.words):  # a codec that needs more words than it said
+            self.words = scratch(count)
+        sums = self.words[:count]
+        placed = self._place(4 * count)
+        words = sums if placed is None else placed.view(np.uint32)
+        message.encode(words[:-1])
+        tag = self.wire.next_tag()
+        words[-1] = tag
+        out = None if placed is None else sums
+        yield from self.wire.move(WordAdd(words, message.lanes(0), out), words.nbytes)
+        return self.take(message, sums, tag)
+
+    def take(self, message: Message, sums: Words, tag: int) -> bool:
+        """Check the tag behind a summed message and hand its sums out."""
+        self.wire.check(tag, int(sums[message.words]))
+        right = message.decode(sums[: message.words])
+        self.wire.stats.decode_s += self.wire.lap()
+        return right
+
+    def _sum_floats(self, r: Running) -> Moves:
+        step = r.step
+        assert isinstance(step, FloatSum)
+        nbytes = step.count * _WIRE_BYTES[step.dtype]
+        if step.direct is not None:
+            yield from self.wire.move(FloatAdd(*step.direct, step.dtype), nbytes)
+            if step.finish is not None:
+                step.finish()
+        else:
+            dtype = np.dtype(_NUMPY[step.dtype])
+            buffer: Buffer = self.words[: len(self.words) // 2 * 2].view(dtype)[: step.count]
+            placed = self._place(nbytes)
+            sent: Buffer = buffer if placed is None else placed.view(dtype)
+            step.encode(0, step.blocks, sent)
+            yield from self.wire.move(FloatAdd(sent, buffer, step.dtype), nbytes)
+            step.decode(0, step.blocks, buffer)
+        self.wire.stats.decode_s += self.wire.lap()
+        r.answer(None)
+
+    def _combine(self, r: Running) -> Moves:
+        step = r.step
+        assert isinstance(step, OpSum)
+        fits = step.count <= len(self.words)
+        words = self.words[: step.count] if fits else np.empty(step.count, dtype=np.uint32)
+        step.encode(words)
+        yield from self.wire.move(Combine(words, step.operation, step.seed), words.nbytes)
+        step.decode(words)
+        self.wire.stats.decode_s += self.wire.lap()
+        r.answer(None)
