@@ -37,7 +37,7 @@ from gccomm.plan import Plan
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.sketch import LARGEST, Sketch, chosen
 from gccomm.stats import Stats
-from gccomm.steps import Agree, Buffer, Context, Redo, Sum
+from gccomm.steps import Agree, Buffer, Context, Redo, Sum, Words
 from gccomm.transfers import Finish, Maximum, Start, Transfer, WordAdd
 
 __all__ = ["Job", "Outcome", "reduce", "rendezvous"]
@@ -169,6 +169,7 @@ class _Engine:
         self.first: list[list[Running]] = []  # of the pieces whose agreement begins with the header
         self.running: list[Running] = []  # all of them
         self.ended: dict[int, list[Running]] = {}  # by piece
+        self.free = [job.more, job.words]  # memory for the sums of two pieces
         self.end = HEADER_WORDS
         self.head, self.head_tag = Message((), 0), 0
         self.queue: Iterator[Message] | None = None  # of the first piece, where its header is summed
@@ -189,7 +190,7 @@ class _Engine:
             self.head = next(self.queue)
             end = SUM_WORDS + self.head.words
             if end >= len(job.words):  # a codec that needs more words than it said
-                job.words = scratch(end + 1)
+                job.words = self.free[1] = scratch(end + 1)
             self.head.encode(job.words[SUM_WORDS:end])
             return
         self.end = HEADER_WORDS + wanted(self.running, Agree)
@@ -209,10 +210,10 @@ class _Engine:
         if missing:
             outcome.present = yield from self._presence()
         if self.queue is not None:
-            piece = self._piece(self.first[0], 0)
+            piece = self._piece(self.first[0], self.job.words)
             piece.take(self.head, self.job.words[SUM_WORDS:], self.head_tag)
             yield from piece.send(self.queue)
-        yield from self._piece(self.running, 0).agree()
+        yield from self._piece(self.running, self.job.words).agree()
         yield from self._pieces()
         yield from self._redo(call)
         ended = [r for _, mine in sorted(self.ended.items()) for r in mine]
@@ -220,10 +221,8 @@ class _Engine:
         outcome.error = _overflow(self.job.plan)
         return outcome
 
-    def _piece(self, running: Sequence[Running], number: int) -> Piece:
-        """Return a piece; of two that are on their way at once each has memory of its own."""
-        job = self.job
-        return Piece(self.wire, running, job.words if number % 2 == 0 else job.more, job.room, job.place)
+    def _piece(self, running: Sequence[Running], words: Words) -> Piece:
+        return Piece(self.wire, running, words, self.job.room, self.job.place)
 
     def _pieces(self) -> Generator[Transfer, Any, None]:
         """Drive all pieces, two at a time: while one waits for the other ranks, the other one's codecs work.
@@ -249,15 +248,14 @@ class _Engine:
             ways.append((way, handle))
 
     def _drive(self, number: int) -> Moves:
-        """Reduce a piece."""
+        """Reduce a piece, in memory that no other one on its way has."""
         if number < len(self.first):
             mine = self.first[number]
-            piece = self._piece(mine, number)
         else:
             mine = [self.job.start(x) for x in self.job.plan.pieces[number]]
-            piece = self._piece(mine, number)
-            yield from piece.agree()
+        piece = self._piece(mine, self.free.pop())
         yield from piece.advance()
+        self.free.append(piece.words)
         self._finish(number, mine)
 
     def _first_round(self, call: Call) -> Generator[Transfer, None, BaseException | None]:
@@ -325,7 +323,7 @@ class _Engine:
         error = yield from verify(again, self.rank, self.size, message)
         if error is not None:
             raise BackendError(f"rank {self.rank}: sums were corrupted on the way: {error}")
-        piece = self._piece(late, 0)
+        piece = self._piece(late, self.job.words)
         for message_ in messages(late, min(self.job.room, REDO_WORDS)):
             right = yield from piece.send_one(message_)
             if not right:
