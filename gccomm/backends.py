@@ -50,8 +50,9 @@ class Backend(Protocol):
 
     A back end may also have ``room(nbytes)`` and ``sum_into(words, out)``: memory from which the next sum, of
     words or of floats, goes without a copy (uint8, or None where there is no such memory), and the sum from
-    there to elsewhere; and ``begin(kind, send, recv)`` and ``end(handle)``: a reduction ("words", "maximum" or
-    a `FloatName`), begun and completed, of which two are on their way at a time (handle None: it is complete).
+    there to elsewhere; and ``begin(kind, send, recv)`` and ``end(handle)``: a reduction ("words", "maximum"
+    or a `FloatName`), begun and completed, of which two are on their way at a time (handle None: it is
+    complete).
 
     All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
     arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:
