@@ -115,6 +115,7 @@ class Batch:
         self.ranks = 1
         self.clamps = 0
         self.alive: Any = None  # arrays that only this operand refers to
+        self.rotated: Any = None  # what describes its blocks when they are rotated, and where they lie
         self.forget()
         self._place(codec.block_words(self.lengths))
 

@@ -43,6 +43,7 @@ from gccomm.transfers import Finish, Maximum, Start, Transfer, WordAdd
 __all__ = ["Job", "Outcome", "reduce", "rendezvous"]
 
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
+DEPTH = 2  # pieces on their way
 
 
 @dataclass(slots=True)
@@ -227,12 +228,14 @@ class _Engine:
     def _pieces(self) -> Generator[Transfer, Any, None]:
         """Drive all pieces, two at a time: while one waits for the other ranks, the other one's codecs work.
 
-        What is done in which order follows from the pieces alone, so that it is the same on all ranks.
+        Not where codecs keep much for their pieces, which would leave the caches. What is done in which order
+        follows from the pieces alone, so that it is the same on all ranks.
         """
         left = iter(range(len(self.job.plan.pieces)))
+        depth = 1 if any(x.codec.keeps for x in self.job.plan.operands) else DEPTH
         ways: deque[tuple[Moves, Any]] = deque()  # and what each of them waits for, in order
         while True:
-            while len(ways) < 2 and (number := next(left, None)) is not None:
+            while len(ways) < depth and (number := next(left, None)) is not None:
                 way = self._drive(number)
                 yield from self._go_on(way, ways)
             if not ways:

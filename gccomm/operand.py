@@ -111,18 +111,31 @@ class Operand(Batch):
         return self._over(kept, lengths)
 
     def _over(self, kept: Buffer, lengths: npt.NDArray[np.int64]) -> Operand:
-        """Return an operand with the same noise over rotated blocks."""
+        """Return an operand with the same noise over rotated blocks, which lie one behind the other."""
+        if self.rotated is None:
+            self.rotated = self._twin(lengths)
+        twin: tuple[Operand, npt.NDArray[np.uint64]] = self.rotated
+        made, offsets = twin
+        table = made.table
+        fixed = table["size"].copy(), table["row"].copy()
+        table[:] = self.table
+        table["size"], table["row"] = fixed
+        table["src"] = offsets + np.uint64(kernels.address(kept))
+        table["dtype"] = DTYPE_CODES["float32"]
+        table["res_in"] = table["res_out"] = 0
+        made.keys, made.alive = self.keys, kept
+        return made
+
+    def _twin(self, lengths: npt.NDArray[np.int64]) -> tuple[Operand, npt.NDArray[np.uint64]]:
+        """Return what of that does not change from call to call: all but addresses and noise."""
         made = copy(self)
-        made.table, made.lengths, made.alive = self.table.copy(), lengths, kept
+        made.table, made.lengths = self.table.copy(), lengths
         made.address = kernels.address(made.table)
         rotated = [geometry.padded(MIN_PART) for geometry in self.geometries]
         starts = np.cumsum([0, *np.add.reduceat(lengths, self.bounds[:-1])])[:-1]
         before = [g.offset(s.start) for g, s in zip(rotated, self.segments, strict=True)]
-        base = kernels.address(kept) + 4 * (starts - np.array(before))
-        made.table["src"], made.table["dtype"] = base.astype(np.uint64), DTYPE_CODES["float32"]
         made.table["size"], made.table["row"] = [g.size for g in rotated], [g.row for g in rotated]
-        made.table["res_in"] = made.table["res_out"] = 0
-        return made
+        return made, (4 * (starts - np.array(before))).astype(np.uint64)
 
     def scale_values(self, scales: Words) -> npt.NDArray[np.float64]:
         """Return scale words as numbers."""

@@ -17,8 +17,9 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +46,8 @@ _MASK = 0xFFFFFFFF
 _LOOKS = 20  # at a flag in one test
 
 
-class Posted(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Posted:
     """A message that is posted: its number, its slot, and what to do when all ranks have posted it."""
 
     number: int
@@ -76,6 +78,7 @@ class Window:
         heads = np.array([kernels.address(region) for region in regions], np.uint64)
         self._flags = {at: heads + np.uint64(at) for at in (_POSTED, _SHARED, _FINISHED)}
         self._number = self._shares = self._finished = 0  # of messages, mod 2^32
+        self._open: list[Posted] = []  # posted and not finished
         self._early: set[int] = set()  # messages that were finished before older ones
 
     def room(self, nbytes: int) -> Bytes | None:
@@ -113,10 +116,15 @@ class Window:
     def post(self, name: str, send: Array, recv: Array, kind: str, streams: bool = False) -> Posted:
         """Begin to reduce `send`, of at most a slot, into `recv`; two messages may be on their way."""
         turn = self._offer(name, send)
-        return Posted(self._number, turn, name, recv, JOININGS[kind], streams)
+        message = Posted(self._number, turn, name, recv, JOININGS[kind], streams)
+        self._open.append(message)
+        return message
 
     def finish(self, message: Posted) -> None:
-        """Wait until all ranks have posted a message, and reduce it."""
+        """Wait until all ranks have posted a message, and reduce it, unless its slot was needed before."""
+        if message not in self._open:
+            return
+        self._open.remove(message)
         self._come(_POSTED, message.number, message.name)
         if self._size > 3 and message.recv.nbytes >= SHARED_BYTES:
             self._in_shares(message)
@@ -146,6 +154,8 @@ class Window:
 
     def _own(self, name: str, nbytes: int) -> Bytes:
         """Return this rank's next slot, once all ranks have finished what was in it."""
+        while len(self._open) > 0 and (self._number + 1 - self._open[0].number) & _MASK >= SLOTS:
+            self.finish(self._open[0])  # many messages have come after it
         self._come(_FINISHED, self._number + 1 - SLOTS, name)
         return self._slots[self._turn][self._rank][:nbytes]
 

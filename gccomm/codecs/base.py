@@ -67,6 +67,8 @@ class Codec(ABC):
         The rounding noise of an operand differs from rank to rank. (Signs of rotations never do.)
     stateful : bool
         Adapts from step to step, by key, through :meth:`next_state`.
+    keeps : bool
+        Holds as much as its input between agreement and sum, where ranks share a host.
     sketched : bool
         Its one SUM is of lanes that ``Operand.encode`` writes, so that its error can be measured.
     reencodes : bool
@@ -85,6 +87,7 @@ class Codec(ABC):
     private: ClassVar[bool] = False
     stateful: bool = False
     sketched: bool = False
+    keeps: bool = False
     reencodes: bool = False
     operation: str | None = None
 

@@ -84,6 +84,7 @@ class Rotating:
         """Do what :meth:`Operand.encode` does, once."""
         if self._kept is not None:
             self._kept.encode(lo, hi, out, scales, width, limit, ctx, **how)
+            self._kept.alive = None  # its memory serves the next piece
             self._kept = None
         else:
             how = {**how, "rotations": self.rotations, "subtract": True}

@@ -68,6 +68,7 @@ class Rotated(SharedDither):
         super().__init__(wire_bits, scales)
         one_of("headroom", headroom, ("auto", "safe", "checked", "clipped"))
         self.headroom = headroom
+        self.keeps = scales == "agreed"
         self.rotations = integer("rotations", rotations, "a number of rotations", 1, 2)
         if scales == "predicted" and headroom == "checked":
             msg = (

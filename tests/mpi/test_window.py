@@ -138,6 +138,22 @@ def test_two_messages_may_be_on_their_way(backend: Any) -> None:
         assert (whole == (n - 1 + step if step % 3 else expected)).all()
 
 
+def test_a_message_on_its_way_holds_up_no_number_of_others(backend: Any) -> None:
+    """Its slot is needed again: it is finished then, and its end comes to nothing."""
+    n = backend.size
+    for kind in ("words", "maximum"):
+        first, large = np.full(5000, backend.rank, np.uint32), np.ones(10 * CHUNK_BYTES // 4 + 5, np.uint32)
+        handle = backend.begin(kind, first, first)
+        backend.sum_words(large)
+        for _ in range(10):
+            backend.maximum(np.ones(10, np.uint32))
+        other = backend.begin("words", large, large)
+        assert other is None
+        backend.end(handle)
+        assert (first == (n * (n - 1) // 2 if kind == "words" else n - 1)).all()
+        assert (large == n * n).all()
+
+
 def test_large_messages_are_complete_at_once(backend: Any) -> None:
     words = np.ones(SLOT_BYTES // 4 + 1, np.uint32)
     assert backend.begin("words", words, words) is None
