@@ -466,3 +466,27 @@ def test_benchmark(mpi_lab: Lab, tmp_path: Path) -> None:
     assert all(f" {way} " in done.stdout for way in ways)
     for row in report["rows"]:
         mpi_lab.check(row["wire_bytes"], row["time_us"] / 1e6, report["hosts"])
+
+
+def test_ranks_of_a_host_send_through_one_of_them(mpi_lab: Lab, tmp_path: Path) -> None:
+    """Two hosts of two ranks: memory within each, one leader between; results equal on all ranks."""
+    body = """
+        import numpy as np
+        import gccomm
+
+        with gccomm.init() as comm:
+            channel = comm._backend._channel
+            leader = channel.hierarchy.leaders is not None
+            tree = {"w": np.random.default_rng(comm.rank).standard_normal((300, 1024)).astype(np.float32)}
+            found = comm.compressed_allreduce(tree)["w"]
+            exact = comm.compressed_allreduce(tree, codec="raw")["w"]
+            close = bool(np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact))
+            sums = comm._backend._channel.comm.allgather(found.tobytes())
+            print(f"rank {comm.rank}|{comm.local_rank}|{leader}|{close}|{len(set(sums))}", flush=True)
+    """
+    path = tmp_path / "pairs.py"
+    path.write_text(dedent(body))
+    found = job("-n", "4", "--per-host", "2", path)
+    assert found.returncode == 0, found.stderr
+    lines = sorted(line for line in found.stdout.splitlines() if line.startswith("rank"))
+    assert lines == [f"rank {r}|{r % 2}|{r % 2 == 0}|True|1" for r in range(4)]
