@@ -36,14 +36,14 @@ HEAD_BYTES = 4096  # the flags, a line of the cache each, and a token that tells
 SLOTS = 4
 SLOT_BYTES = (1 << 20) + (1 << 16)  # words of a piece in lanes of 16 bits, with check words
 MOST_BYTES = 512 << 20  # of all ranks of a host together
-CHUNK_BYTES = 512 << 10  # of data that are copied into a slot
+CHUNK_BYTES = 256 << 10  # of data that are copied into a slot
 SHARED_BYTES = 64 << 10  # from here on more than three ranks join one share each
 STREAM_BYTES = 8 << 20  # results of this size are written past the caches
 
 _POSTED, _SHARED, _FINISHED = 0, 64, 128  # places of the flags
 _TOKEN = slice(256, 272)
 _MASK = 0xFFFFFFFF
-_LOOKS = 20  # at a flag in one test
+_LOOKS, _LONG = 20, 500  # at a flag in one test
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,7 +74,8 @@ class Window:
         self._rank, self._size, self._until = rank, len(regions), until
         starts = [HEAD_BYTES + turn * self.slot_bytes for turn in range(SLOTS)]
         self._slots = [[region[at : at + self.slot_bytes] for region in regions] for at in starts]
-        self._tables = [np.array([kernels.address(s) for s in slots], np.uint64) for slots in self._slots]
+        self._table = np.array([[kernels.address(s) for s in slots] for slots in self._slots], np.uint64)
+        self._tables = list(self._table)
         heads = np.array([kernels.address(region) for region in regions], np.uint64)
         self._flags = {at: heads + np.uint64(at) for at in (_POSTED, _SHARED, _FINISHED)}
         self._number = self._shares = self._finished = 0  # of messages, mod 2^32
@@ -103,6 +104,9 @@ class Window:
         send, recv = send.reshape(-1), recv.reshape(-1)
         streams = kernels.address(send) != kernels.address(recv) and recv.nbytes >= STREAM_BYTES
         placed = kernels.address(send) == int(self._tables[self._turn][self._rank])
+        if not placed and not self._open and self._size <= 3:
+            self._in_chunks(name, send, recv, JOININGS[kind], streams)
+            return
         step = (self.slot_bytes if placed else min(CHUNK_BYTES, self.slot_bytes)) // recv.itemsize
         posted: list[Posted] = []
         for low in range(0, recv.size, step):
@@ -112,6 +116,26 @@ class Window:
                 self.finish(posted.pop(0))
         for message in posted:
             self.finish(message)
+
+    def _in_chunks(self, name: str, send: Array, recv: Array, kind: int, streams: bool) -> None:
+        """Post and finish chunk after chunk, without Python in between."""
+        chunk = min(CHUNK_BYTES, self.slot_bytes) // recv.itemsize
+        progress = np.zeros(2, np.int64)
+        number, where = self._number, kernels.address(progress)
+        arguments: list[Any] = [kernels.address(self._table), SLOTS, self._size, self._rank]
+        arguments += [kernels.address(self._flags[_POSTED]), kernels.address(self._flags[_FINISHED]), number]
+        arguments += [kernels.address(send), kernels.address(recv), recv.size, recv.itemsize, chunk]
+        arguments += [kind, streams, _LONG, where]
+        before = -1
+
+        def moves() -> bool:
+            done = kernels.join_chunks(*arguments)
+            return done or int(progress.sum()) != before
+
+        while progress[1] * chunk < recv.size:  # each wait has a clock of its own
+            before = int(progress.sum())
+            self._until(moves, name)
+        self._number = self._finished = number + int(progress[1]) & _MASK
 
     def post(self, name: str, send: Array, recv: Array, kind: str, streams: bool = False) -> Posted:
         """Begin to reduce `send`, of at most a slot, into `recv`; two messages may be on their way."""

@@ -238,6 +238,37 @@ def join_parts(parts: int, ranks: int, out: int, count: int, kind: int, stream: 
         No such kind, no array, or a negative count.
     """
 
+def join_chunks(
+    slots: int,
+    turns: int,
+    ranks: int,
+    rank: int,
+    posted: int,
+    finished: int,
+    number: int,
+    send: int,
+    recv: int,
+    count: int,
+    item: int,
+    chunk: int,
+    kind: int,
+    stream: bool,
+    spins: int,
+    progress: int,
+) -> bool:
+    """Reduce `count` elements of `item` bytes from `send` to `recv` over ranks that share memory, in chunks.
+
+    `slots` holds the addresses of all ranks' slots, shape (turns, ranks); `posted` and `finished` those of
+    their flags. Message k has number `number` + k + 1 and slot (number + k + 1) mod turns. `progress`, two
+    int64 that begin at 0, tells how many chunks were posted and finished. Returns whether all were; if not, a
+    flag was not up after `spins` looks, and the same call goes on.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range.
+    """
+
 def raise_flag(flag: int, number: int) -> None:
     """Write `number` to the uint32 at `flag`, after all that this thread has written before."""
 
