@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import warnings
@@ -20,12 +21,12 @@ from gccomm_mpi.choice import Chooser
 from gccomm_mpi.exchange import by_mpi, exchange
 from gccomm_mpi.failure import abandon, abort_job
 from gccomm_mpi.hierarchy import Hierarchy, Leaders
-from gccomm_mpi.ring import ring
+from gccomm_mpi.ring import SEGMENT_BYTES, ring
 from gccomm_mpi.window import Window, open_window, slot_bytes
 
 __all__ = ["Channel", "Operation", "cached"]
 
-# Tests of a request before the first yield where each rank of this host may have a core: about 50 us.
+# Tests before the first yield where all ranks share a host and may have a core each: about 50 us.
 SPINS = 100
 
 # A wait this long is for a rank that computes, no longer for the wire: leave it the core.
@@ -65,7 +66,9 @@ class Channel:
         self.one_host: bool = host.size == comm.size
         # together, because a launcher may have bound each rank to one core
         cores: set[int] = set().union(*host.allgather(os.sched_getaffinity(0)))
-        self._spins = SPINS if host.size <= len(cores) else 1
+        self._spins = SPINS if self.one_host and host.size <= len(cores) else 1
+        # Between hosts segments go without asking the receiver first; in memory there is nothing to ask.
+        self.segment_bytes = sys.maxsize if self.one_host else SEGMENT_BYTES
         self.window: Window | None = None  # of ranks that all share a host
         self.hierarchy: Hierarchy | None = None
         self.no_window = ""

@@ -12,7 +12,9 @@ from mpi4py import MPI
 
 __all__ = ["Chooser"]
 
-ROUNDS = 3  # calls of each algorithm that are measured; the first one, which warms up, does not count
+# Calls of each algorithm in a row, of which the first ones do not count: connections that were idle, or
+# carried another pattern, take a while to come up to speed.
+ROUNDS, WARM_UP = 5, 2
 
 
 @dataclass
@@ -25,7 +27,7 @@ class _Trial:
 
 
 class Chooser:
-    """Tries the algorithms on the calls as they come, in turns, then keeps to the fastest.
+    """Tries the algorithms on the calls as they come, one after the other, then keeps to the fastest.
 
     A size class is a power of two of bytes. Trials go in step on all ranks, since all make the same calls; an
     algorithm counts by its slowest rank's best time. Sums of words do not depend on what is chosen.
@@ -51,7 +53,7 @@ class Chooser:
             self.algorithms[chosen](channel, name, send, recv, operator)
             return
         names = list(self.algorithms)
-        tried, warm = names[trial.calls % len(names)], trial.calls >= len(names)
+        tried, warm = names[trial.calls // ROUNDS], trial.calls % ROUNDS >= WARM_UP
         trial.calls += 1
         start = perf_counter()
         self.algorithms[tried](channel, name, send, recv, operator)

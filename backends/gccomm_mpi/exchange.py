@@ -88,8 +88,9 @@ def _swap(
     """
     comm = channel.comm
     peer = 1 - comm.rank
-    requests.append(comm.Irecv((other, operator.datatype), peer, _REDUCE_TAG))
-    requests.append(comm.Isend((send, operator.datatype), peer, _REDUCE_TAG))
+    limit = channel.segment_bytes
+    requests += _post(comm.Irecv, other, operator.datatype, peer, _REDUCE_TAG, limit)
+    requests += _post(comm.Isend, send, operator.datatype, peer, _REDUCE_TAG, limit)
     for request in requests:
         channel.complete(request, name)
     operator.combine(send, other, recv)
@@ -150,14 +151,23 @@ def _collect(
     parts.insert(rank, shares[rank])
     for hop in range(1, size):
         peer = (rank - hop) % size
-        requests.append(comm.Irecv((parts[peer], MPI.UINT32_T), peer, _REDUCE_TAG))
+        requests += _post(comm.Irecv, parts[peer], MPI.UINT32_T, peer, _REDUCE_TAG, channel.segment_bytes)
     for hop in range(1, size):
         peer = (rank + hop) % size
-        requests.append(comm.Isend((shares[peer], MPI.UINT32_T), peer, _REDUCE_TAG))
+        requests += _post(comm.Isend, shares[peer], MPI.UINT32_T, peer, _REDUCE_TAG, channel.segment_bytes)
     for request in requests:
         channel.complete(request, name)
     requests.clear()
     return parts
+
+
+def _post(
+    start: Callable[..., Any], part: Array, datatype: Any, peer: int, tag: int, limit: int
+) -> list[Any]:
+    """Start sends or receives of a part in segments of at most `limit` bytes; return the requests."""
+    step = max(1, limit // part.itemsize)
+    pieces = [part[low : low + step] for low in range(0, part.size, step)]
+    return [start((piece, datatype), peer, tag) for piece in pieces]
 
 
 def _shares(length: int, size: int) -> list[slice]:
@@ -177,16 +187,22 @@ def _reduce(
 ) -> None:
     """Send every other rank its part, and add up the parts of this rank's share in `total`."""
     comm, rank, size, width = channel.comm, channel.comm.rank, channel.comm.size, total.size
+    datatype, limit = operator.datatype, channel.segment_bytes
     arrived = [scratch[hop * width : (hop + 1) * width] for hop in range(size - 1)]
+    ends = []  # of each hop's requests
     for hop, room in enumerate(arrived, 1):
-        requests.append(comm.Irecv((room, operator.datatype), (rank - hop) % size, _REDUCE_TAG))
+        requests += _post(comm.Irecv, room, datatype, (rank - hop) % size, _REDUCE_TAG, limit)
+        ends.append(len(requests))
     for hop in range(1, size):
         peer = (rank + hop) % size
-        requests.append(comm.Isend((parts[peer], operator.datatype), peer, _REDUCE_TAG))
+        requests += _post(comm.Isend, parts[peer], datatype, peer, _REDUCE_TAG, limit)
+    done = 0
     for hop, room in enumerate(arrived):
-        channel.complete(requests[hop], name)
+        for request in requests[done : ends[hop]]:
+            channel.complete(request, name)
+        done = ends[hop]
         operator.combine(total if hop else parts[rank], room, total)
-    for request in requests[size - 1 :]:
+    for request in requests[done:]:
         channel.complete(request, name)
     requests.clear()
 
@@ -196,8 +212,9 @@ def _gather(channel: Channel, name: str, shares: list[Array], datatype: Any, req
     comm, rank, size = channel.comm, channel.comm.rank, channel.comm.size
     for hop in range(1, size):
         peer = (rank - hop) % size
-        requests.append(comm.Irecv((shares[peer], datatype), peer, _GATHER_TAG))
+        requests += _post(comm.Irecv, shares[peer], datatype, peer, _GATHER_TAG, channel.segment_bytes)
     for hop in range(1, size):
-        requests.append(comm.Isend((shares[rank], datatype), (rank + hop) % size, _GATHER_TAG))
+        peer = (rank + hop) % size
+        requests += _post(comm.Isend, shares[rank], datatype, peer, _GATHER_TAG, channel.segment_bytes)
     for request in requests:
         channel.complete(request, name)

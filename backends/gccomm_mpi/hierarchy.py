@@ -29,6 +29,7 @@ class Leaders:
         self.comm = comm
         self.complete = channel.complete
         self.scratch = channel.scratch
+        self.segment_bytes = channel.segment_bytes
 
 
 class Hierarchy:
