@@ -41,24 +41,7 @@ class _Event(NamedTuple):
 
 
 def ring(channel: Channel, name: str, send: Array, recv: Array, operator: Operator) -> None:
-    """Reduce `send` over the ranks into `recv`.
-
-    Parameters
-    ----------
-    channel : Channel
-        Of at least two ranks.
-    name : str
-        The operation, for reports.
-    send, recv : array, shape (n,)
-        The same array or apart.
-    operator : Operator
-        Fits the arrays.
-
-    Raises
-    ------
-    CollectiveTimeout
-        A wait took longer than allowed; all requests and arrays are kept for good.
-    """
+    """Reduce `send` over the ranks into `recv`; arguments and errors as of `gccomm_mpi.exchange.exchange`."""
     run = _Ring(channel, name, send, recv, operator)
     try:
         run.all()

@@ -7,25 +7,17 @@
 namespace gccomm::GCCOMM_LEVEL {
 
 // How elements of one kind are read, joined and written, a vector's worth at a time.
-struct WordParts {
-    using Element = u32;
-    using Value = U;
-    static GCCOMM_FN U read(const u32* x) { return load<U>(x); }
-    static GCCOMM_FN U join(U a, U b) { return a + b; }
-    static GCCOMM_FN U written(U v) { return v; }
-};
-
-struct MaximaParts : WordParts {
-    static GCCOMM_FN U join(U a, U b) { return a > b ? a : b; }
-};
-
 template <class T, class V>
-struct FloatParts {
+struct Sums {
     using Element = T;
     using Value = V;
     static GCCOMM_FN V read(const T* x) { return load<V>(x); }
     static GCCOMM_FN V join(V a, V b) { return a + b; }
     static GCCOMM_FN V written(V v) { return v; }
+};
+
+struct Maxima : Sums<u32, U> {
+    static GCCOMM_FN U join(U a, U b) { return a > b ? a : b; }
 };
 
 // 16-bit floats: added in float32, rounded once.
@@ -110,13 +102,13 @@ inline void join_parts(const Parts& p) {
     const FloatEnvironment environment;
     switch (p.kind) {
         case Joining::add_words:
-            return PartSums<WordParts>(p).run();
+            return PartSums<Sums<u32, U>>(p).run();
         case Joining::max_words:
-            return PartSums<MaximaParts>(p).run();
+            return PartSums<Maxima>(p).run();
         case Joining::add_float32:
-            return PartSums<FloatParts<float, F>>(p).run();
+            return PartSums<Sums<float, F>>(p).run();
         case Joining::add_float64:
-            return PartSums<FloatParts<double, D>>(p).run();
+            return PartSums<Sums<double, D>>(p).run();
         case Joining::add_bfloat16:
             return PartSums<HalfParts<BFloat16>>(p).run();
         case Joining::add_float16:
