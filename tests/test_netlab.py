@@ -482,7 +482,8 @@ def test_ranks_of_a_host_send_through_one_of_them(mpi_lab: Lab, tmp_path: Path) 
             exact = comm.compressed_allreduce(tree, codec="raw")["w"]
             close = bool(np.linalg.norm(found - exact) < 0.05 * np.linalg.norm(exact))
             sums = comm._backend._channel.comm.allgather(found.tobytes())
-            print(f"rank {comm.rank}|{comm.local_rank}|{leader}|{close}|{len(set(sums))}", flush=True)
+            line = f"rank {comm.rank}|{comm.local_rank}|{leader}|{close}|{len(set(sums))}"
+            print(line + chr(10), end="", flush=True)  # in one write: lines of ranks must not mix
     """
     path = tmp_path / "pairs.py"
     path.write_text(dedent(body))
