@@ -52,7 +52,8 @@ class Backend(Protocol):
     words or of floats, goes without a copy (uint8, or None where there is no such memory), and the sum from
     there to elsewhere; and ``begin(kind, send, recv)`` and ``end(handle)``: a reduction ("words", "maximum"
     or a `FloatName`), begun and completed, of which two are on their way at a time (handle None: it is
-    complete).
+    complete). Where its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself,
+    as a `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding.
 
     All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
     arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:

@@ -48,7 +48,8 @@ class Communicator:
         self._shared["communicators"] = self._number + 1
         self._broken: str | None = None
         operations: frozenset[str] = getattr(backend, "operations", frozenset())
-        self._place = Place(backend.rank, backend.size, backend.one_host, operations, room_of(backend))
+        lanes = getattr(backend, "sums_lanes", False)
+        self._place = Place(backend.rank, backend.size, backend.one_host, operations, room_of(backend), lanes)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0

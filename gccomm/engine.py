@@ -38,7 +38,7 @@ from gccomm.running import Message, Running, answer, fill, messages, pending, wa
 from gccomm.sketch import LARGEST, Sketch, chosen
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Context, Redo, Sum, Words
-from gccomm.transfers import Finish, Maximum, Start, Transfer, WordAdd
+from gccomm.transfers import Finish, LaneAdd, Maximum, Start, Transfer, WordAdd
 
 __all__ = ["Job", "Outcome", "reduce", "rendezvous"]
 
@@ -108,7 +108,7 @@ class Job:
         pieces = plan.agree_words or [0]
         scales = sum(pieces) if whole else max(pieces)
         self.agree = scratch(HEADER_WORDS + max(scales, SCALE_WORDS))
-        self.room = max((sum(_room(x) for x in piece) for piece in plan.pieces), default=0)
+        self.room = max((sum(map(self._room, piece)) for piece in plan.pieces), default=0)
         count = max(SUM_WORDS + self.room + 2, MESSAGE_WORDS)
         self.words = scratch(count)
         self.more = scratch(count if len(plan.pieces) > 1 else 0)  # of the second piece on its way
@@ -119,14 +119,15 @@ class Job:
         for i in chosen(len(able), self.context.step):
             able[i].sketch = Sketch(able[i])
 
+    def _room(self, x: Operand) -> int:
+        """Return how many words an operand's sum takes, those of its sketch included."""
+        if self.plan.lane_sums and x.codec.sums_lanes:
+            return 2 * x.blocks + x.count  # counters and the like: the lanes themselves go elsewhere
+        return x.message_room + (len(x.sketch.words) if x.sketch is not None else 0)
+
     def start(self, x: Operand) -> Running:
         """Start the codec of an operand."""
         return Running(x, self.context, [self.states.get(s.leaf) for s in x.segments])
-
-
-def _room(x: Operand) -> int:
-    """Return how many words an operand's sum takes, those of its sketch included."""
-    return x.message_room + (len(x.sketch.words) if x.sketch is not None else 0)
 
 
 def rendezvous(call: Call, rank: int, size: int) -> Generator[Transfer, None, Outcome]:
@@ -246,6 +247,9 @@ class _Engine:
 
     def _go_on(self, way: Moves, ways: deque[tuple[Moves, Any]]) -> Generator[Transfer, Any, None]:
         transfer = next(way, None)
+        while isinstance(transfer, LaneAdd):  # overlaps by itself
+            yield transfer
+            transfer = next(way, None)
         if transfer is not None:
             handle = yield Start(transfer)
             ways.append((way, handle))

@@ -120,6 +120,10 @@ class LeafSpec:
         device = "" if self.device == "cpu" else f" on {self.device}"
         return f"{self.key!r}: {kind}[{extent}]{device}, {op}, {self.route!r}{feedback}"
 
+    def weight(self, lane_sums: bool) -> float:
+        """Return the words of a piece that a coordinate counts for."""
+        return 1 / 64 if lane_sums and self.route.sums_lanes else self.route.weight(self.item_bytes)
+
     @property
     def item_bytes(self) -> int:
         """Bytes of one coordinate."""
@@ -135,7 +139,11 @@ class Range(NamedTuple):
 
 
 def cut(
-    specs: Sequence[LeafSpec], piece_coordinates: int = PIECE_COORDINATES, bucket_bytes: int = 25 << 20
+    specs: Sequence[LeafSpec],
+    piece_coordinates: int = PIECE_COORDINATES,
+    bucket_bytes: int = 25 << 20,
+    *,
+    lane_sums: bool = False,
 ) -> list[list[Range]]:
     """Cut the leaves, in order, into pieces.
 
@@ -148,13 +156,17 @@ def cut(
         a span where the piece can hold one, nor a tensor whose codec works on whole tensors.
     bucket_bytes : int
         Most bytes of input that are fused into one piece.
+    lane_sums : bool
+        The back end sums lanes chunk by chunk: only the bytes count of what codecs have it sum so.
     """
     pieces: list[list[Range]] = []
     piece: list[Range] = []
     room: float = piece_coordinates
     room_bytes = bucket_bytes
     for leaf, spec in enumerate(specs):
-        for start, count, full in _ranges(spec, piece, (room, room_bytes), (piece_coordinates, bucket_bytes)):
+        weight = spec.weight(lane_sums)
+        whole = piece_coordinates, bucket_bytes
+        for start, count, full in _ranges(spec, weight, piece, (room, room_bytes), whole):
             if full:
                 pieces.append(piece)
                 piece = []
@@ -162,7 +174,7 @@ def cut(
             geometry = Geometry.of(spec.row_shape)
             taken = geometry.offset(start + count) - geometry.offset(start)
             piece.append(Range(leaf, start, count))
-            room -= taken * spec.route.weight(spec.item_bytes)
+            room -= taken * weight
             room_bytes -= taken * spec.item_bytes
     if piece:
         pieces.append(piece)
@@ -170,10 +182,14 @@ def cut(
 
 
 def _ranges(
-    spec: LeafSpec, piece: list[Range], room: tuple[float, int], whole: tuple[float, int]
+    spec: LeafSpec,
+    weight: float,
+    piece: list[Range],
+    room: tuple[float, int],
+    whole: tuple[float, int],
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (first block, blocks, begins a new piece) for one leaf; ``room`` is what is left in ``piece``."""
-    geometry, weight = Geometry.of(spec.row_shape), spec.route.weight(spec.item_bytes)
+    geometry = Geometry.of(spec.row_shape)
     if spec.route.unit == "tensor":
         if geometry.blocks:
             fits = geometry.size * weight <= room[0] and geometry.size * spec.item_bytes <= room[1]

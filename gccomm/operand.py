@@ -108,34 +108,40 @@ class Operand(Batch):
         where = kernels.address(out), _address(energy), rotations, kernels.address(kept)
         if not kernels.maxima(self.address, self.count, 0, self.blocks, *where):
             return self
-        return self._over(kept, lengths)
+        made, _ = self.rotated_blocks(kernels.address(kept))
+        made.alive = kept
+        return made
 
-    def _over(self, kept: Buffer, lengths: npt.NDArray[np.int64]) -> Operand:
-        """Return an operand with the same noise over rotated blocks, which lie one behind the other."""
+    def rotated_blocks(self, address: int = 0) -> tuple[Operand, npt.NDArray[np.int64]]:
+        """Return an operand with the same noise over rotated blocks in float32, which lie one behind the
+        other from an address on, and the coordinates before each of them, shape (blocks + 1,).
+        """
         if self.rotated is None:
-            self.rotated = self._twin(lengths)
-        twin: tuple[Operand, npt.NDArray[np.uint64]] = self.rotated
-        made, offsets = twin
+            self.rotated = self._twin(self.codec.carried(self.lengths))
+        twin: tuple[Operand, npt.NDArray[np.uint64], npt.NDArray[np.int64]] = self.rotated
+        made, offsets, places = twin
         table = made.table
         fixed = table["size"].copy(), table["row"].copy()
         table[:] = self.table
         table["size"], table["row"] = fixed
-        table["src"] = offsets + np.uint64(kernels.address(kept))
+        table["src"] = offsets + np.uint64(address)
         table["dtype"] = DTYPE_CODES["float32"]
         table["res_in"] = table["res_out"] = 0
-        made.keys, made.alive = self.keys, kept
-        return made
+        made.keys = self.keys
+        return made, places
 
-    def _twin(self, lengths: npt.NDArray[np.int64]) -> tuple[Operand, npt.NDArray[np.uint64]]:
+    def _twin(
+        self, lengths: npt.NDArray[np.int64]
+    ) -> tuple[Operand, npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         """Return what of that does not change from call to call: all but addresses and noise."""
         made = copy(self)
         made.table, made.lengths = self.table.copy(), lengths
         made.address = kernels.address(made.table)
         rotated = [geometry.padded(MIN_PART) for geometry in self.geometries]
-        starts = np.cumsum([0, *np.add.reduceat(lengths, self.bounds[:-1])])[:-1]
+        places = np.cumsum([0, *lengths], dtype=np.int64)
         before = [g.offset(s.start) for g, s in zip(rotated, self.segments, strict=True)]
         made.table["size"], made.table["row"] = [g.size for g in rotated], [g.row for g in rotated]
-        return made, (4 * (starts - np.array(before))).astype(np.uint64)
+        return made, (4 * (places[self.bounds[:-1]] - np.array(before))).astype(np.uint64), places
 
     def scale_values(self, scales: Words) -> npt.NDArray[np.float64]:
         """Return scale words as numbers."""

@@ -11,8 +11,8 @@ from gccomm import kernels
 from gccomm.errors import BackendError
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.stats import Stats
-from gccomm.steps import Agree, Buffer, Energies, FloatSum, OpSum, Sum, Words
-from gccomm.transfers import Combine, FloatAdd, Maximum, Whole, WordAdd
+from gccomm.steps import Agree, Buffer, Energies, FloatSum, LaneSum, OpSum, Sum, Words
+from gccomm.transfers import Combine, FloatAdd, LaneAdd, Maximum, Whole, WordAdd
 
 __all__ = ["MASK", "Moves", "Piece", "Wire", "scratch"]
 
@@ -57,6 +57,12 @@ class Wire:
         self.stats.wire_s += self.lap()
         self.stats.wire_bytes += nbytes
         self.stats.messages += 1
+
+    def share(self, encode_s: float, decode_s: float) -> None:
+        """Count seconds of the last transfer as spent on encoding and decoding."""
+        self.stats.encode_s += encode_s
+        self.stats.decode_s += decode_s
+        self.stats.wire_s -= encode_s + decode_s
 
     def next_tag(self) -> int:
         """Return the tag of the next message: the same on all ranks."""
@@ -126,6 +132,9 @@ class Piece:
                 fill(mine, Energies, words)
                 yield from self.wire.move(WordAdd(words), words.nbytes)
                 answer(mine, Energies, words)
+            elif lanes := pending(mine, LaneSum):
+                for r in lanes:
+                    yield from self._sum_lanes(r)
             elif sums := pending(mine, Sum):
                 yield from self.send(messages(sums, self._room))
             elif floats := pending(mine, FloatSum):
@@ -181,6 +190,15 @@ class Piece:
             yield from self.wire.move(FloatAdd(sent, buffer, step.dtype), nbytes)
             step.decode(0, step.blocks, buffer)
         self.wire.stats.decode_s += self.wire.lap()
+        r.answer(None)
+
+    def _sum_lanes(self, r: Running) -> Moves:
+        step, wire = r.step, self.wire
+        assert isinstance(step, LaneSum)
+        step.job["tag"] = wire.next_tag()
+        transfer = LaneAdd(step.job)
+        yield from wire.move(transfer, step.nbytes)
+        wire.share(*transfer.seconds)
         r.answer(None)
 
     def _combine(self, r: Running) -> Moves:

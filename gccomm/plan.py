@@ -33,6 +33,8 @@ class Plan:
         See :func:`gccomm.layout.cut`.
     nones : sequence of str
         Keys that are None on all ranks: part of the layout, nothing to send.
+    lane_sums : bool
+        The back end sums lanes chunk by chunk: pieces may be larger than the caches.
 
     Raises
     ------
@@ -48,8 +50,10 @@ class Plan:
         piece_coordinates: int = PIECE_COORDINATES,
         bucket_bytes: int = 25 << 20,
         nones: Sequence[str] = (),
+        *,
+        lane_sums: bool = False,
     ) -> None:
-        self.specs, self.nones = tuple(specs), tuple(nones)
+        self.specs, self.nones, self.lane_sums = tuple(specs), tuple(nones), lane_sums
         self.geometries = [Geometry.of(spec.row_shape) for spec in specs]
         for codec, item_bytes in {(spec.route, spec.item_bytes) for spec in specs}:
             codec.require_size(size, item_bytes)
@@ -59,7 +63,8 @@ class Plan:
         self.keys = [tensor_key(s.key, seed) for s in specs]
         self._step = -1
         self._private = np.array([s.route.private for s in specs], dtype=bool)
-        pieces = [_group(ranges, self.specs) for ranges in cut(specs, piece_coordinates, bucket_bytes)]
+        ranges = cut(specs, piece_coordinates, bucket_bytes, lane_sums=lane_sums)
+        pieces = [_group(piece, self.specs) for piece in ranges]
         segments = [segment for batches in pieces for batch in batches for segment in batch]
         self.leaf_of = np.array([s.leaf for s in segments], dtype=np.int64)
         self.table = segment_table(segments, self.specs)

@@ -48,7 +48,8 @@ _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a rank stands: its number, the number of ranks, whether they share one host, the operations of
-    its back end's own, and where that would have the data of the next sum (None: anywhere).
+    its back end's own, where that would have the data of the next sum (None: anywhere), and whether it sums
+    lanes by itself.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Place:
     one_host: bool = True
     operations: frozenset[str] = frozenset()
     room: Callable[[int], Buffer | None] = lambda _nbytes: None
+    sums_lanes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +171,17 @@ class Reduction:
             attempt.call.error = error
         return attempt
 
-    def plan(self, leaves: Sequence[Leaf], nones: tuple[str, ...], size: int) -> Plan:
+    def plan(
+        self, leaves: Sequence[Leaf], nones: tuple[str, ...], size: int, lane_sums: bool = False
+    ) -> Plan:
         """Return the plan for these leaves, from the cache where the layout was seen before."""
         options = self.options
-        signature = (tuple(leaves), nones, size)
+        signature = (tuple(leaves), nones, size, lane_sums)
         plan = self._plans.pop(signature, None)
         if plan is None:
             specs = [self._spec(x) for x in leaves]
-            plan = Plan(specs, size, options.seed, options.piece_coordinates, options.bucket_bytes, nones)
+            sizes = options.piece_coordinates, options.bucket_bytes
+            plan = Plan(specs, size, options.seed, *sizes, nones, lane_sums=lane_sums)
             while len(self._plans) >= PLAN_CACHE:
                 self._plans.pop(next(iter(self._plans)))
         self._plans[signature] = plan  # most recently used last
@@ -222,6 +227,7 @@ class Attempt:
         self._old_residuals: list[Buffer] = []  # kernels have only their addresses
         self._changed: list[str] = []  # leaves whose residual starts again
         self._treedef: Any = None
+        self._measure = self._lane_sums = False
         self._absent: set[int] = set()  # leaves that no rank has a value for
 
     def prepare(self, tree: Any, out: Any) -> None:
@@ -229,7 +235,10 @@ class Attempt:
         keys, values, self._treedef = trees.flatten(tree)
         self._values = list(values)
         nones = self._look(keys, values)
-        plan = self._plan = self.reduction.plan(self._leaves, nones, self.place.size)
+        period, step = self.reduction.options.measure, self.reduction.step
+        self._measure = period > 0 and (step < FIRST_MEASURED or step % period == 0)
+        self._lane_sums = self.place.sums_lanes and not self._measure
+        plan = self._plan = self.reduction.plan(self._leaves, nones, self.place.size, self._lane_sums)
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
         self._check_operations(plan)
@@ -310,12 +319,12 @@ class Attempt:
             stream=plan.result_bytes > STREAM_BYTES,
             piecewise=self.place.one_host,
             stateful=self.reduction.remember,
+            sums_lanes=self._lane_sums,
         )
         have = [view is not None for view in self._views]
         states = self._states(plan)
-        period, step, whole = self.reduction.options.measure, self.reduction.step, not self.place.one_host
-        measure = period > 0 and (step < FIRST_MEASURED or step % period == 0)
-        self.job = Job(plan, context, have, whole=whole, states=states, measure=measure, room=self.place.room)
+        whole, room, measure = not self.place.one_host, self.place.room, self._measure
+        self.job = Job(plan, context, have, whole=whole, states=states, measure=measure, room=room)
 
     def _states(self, plan: Plan) -> dict[int, State]:
         """Return the states of this call's leaves, as far as they fit their layouts."""

@@ -22,6 +22,7 @@ __all__ = [
     "Energies",
     "FloatName",
     "FloatSum",
+    "LaneSum",
     "Lanes",
     "OpSum",
     "Redo",
@@ -58,6 +59,8 @@ class Context:
         A piece is agreed upon and summed before the next one begins: what it holds meanwhile is little.
     stateful : bool
         What a codec returns comes back to it in the next step; false for the functions.
+    sums_lanes : bool
+        The driver takes a :class:`LaneSum`.
     """
 
     rank: int
@@ -68,6 +71,7 @@ class Context:
     measure: bool = False
     piecewise: bool = False
     stateful: bool = False
+    sums_lanes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,5 +168,18 @@ class OpSum:
     decode: Callable[[Words], None]
 
 
-Step: TypeAlias = Agree | Energies | Sum | Redo | FloatSum | OpSum
+@dataclass(frozen=True, slots=True)
+class LaneSum:
+    """Agreement on the scales of blocks and SUM of their lanes in one, by the back end itself.
+
+    ``job`` is a :data:`gccomm.kernels.LANES` record without a tag, ``alive`` what it has the addresses of,
+    ``nbytes`` what travels. The answer is None: results are written, and so are scales and maxima.
+    """
+
+    job: Buffer
+    nbytes: int
+    alive: Any
+
+
+Step: TypeAlias = Agree | Energies | Sum | Redo | FloatSum | OpSum | LaneSum
 Steps: TypeAlias = Generator[Step, Words | None, Any]

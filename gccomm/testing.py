@@ -190,10 +190,12 @@ def _combine(transfers: Sequence[Whole]) -> None:
             calls = [f"{t.operation}, seed {t.seed}" for t in own]
             raise BackendError(f"virtual ranks make different reductions: {calls}")
         combine("own", [t.words for t in own], operation=head.operation, seed=head.seed)
-    else:
+    elif isinstance(head, Broadcast):
         buffers = [t.buffer for t in transfers if isinstance(t, Broadcast)]
         for buffer in buffers:
             np.copyto(buffer, buffers[head.root])
+    else:
+        raise BackendError(f"virtual ranks share no memory to reduce through: {head!r}")
 
 
 def _check_lanes(words: Sequence[Words], lanes: Sequence[tuple[int, int, int]]) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "Combine",
     "Finish",
     "FloatAdd",
+    "LaneAdd",
     "Maximum",
     "Start",
     "Transfer",
@@ -76,7 +77,19 @@ class Broadcast:
     root: int
 
 
-Whole: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Broadcast
+@dataclass(slots=True)
+class LaneAdd:
+    """Agreement on scales and SUM of lanes, encoded and decoded by the back end, for those that do so.
+
+    ``job`` is a :data:`gccomm.kernels.LANES` record, shape (1,); ``seconds`` are those of encoding and of
+    decoding, afterwards.
+    """
+
+    job: Buffer
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+
+Whole: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Broadcast | LaneAdd
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,4 +151,6 @@ def execute(transfer: Transfer, backend: Backend) -> Any:
             backend.combine_words(transfer.words, transfer.operation, transfer.seed)
         case Broadcast():
             backend.broadcast(transfer.buffer, transfer.root)
+        case LaneAdd():
+            transfer.seconds = backend.sum_lanes(transfer.job)  # type: ignore[attr-defined]  # as it says
     return None

@@ -16,7 +16,7 @@ from gccomm_mpi.channel import Channel, Operation, cached
 from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange_in_order
 from gccomm_mpi.failure import abort_job, guard
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
-from gccomm_mpi.window import Posted
+from gccomm_mpi.window import FEW_RANKS, Posted
 
 __all__ = ["MpiBackend", "open_backend"]
 
@@ -83,6 +83,20 @@ class MpiBackend:
     def sum_into(self, words: Words, out: Words, /) -> None:
         """Write the sum of `words` over the ranks, mod 2^32, to `out`."""
         self._reduce("sum", words, out, SUM)
+
+    @property
+    def sums_lanes(self) -> bool:
+        """Whether :meth:`sum_lanes` is the best way: equal on all ranks."""
+        return self._channel.window is not None and self.size <= FEW_RANKS
+
+    def sum_lanes(self, job: Array, /) -> tuple[float, float]:
+        """Agree on the scales of blocks and sum their lanes, chunk by chunk through shared memory.
+
+        `job` is a :data:`gccomm.kernels.LANES` record; returns the seconds of encoding and of decoding.
+        """
+        with self._operation("sum of lanes", job) as channel:
+            assert channel.window is not None
+            return channel.window.sum_lanes("sum of lanes", job)
 
     def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | None:
         """Begin a reduction, "maximum", "words" or a float format; None if it is complete already.

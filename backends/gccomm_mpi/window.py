@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm import kernels
-from gccomm.kernels import JOININGS
+from gccomm.kernels import EXCHANGE, JOININGS
 
-__all__ = ["Posted", "Window", "open_window", "slot_bytes"]
+__all__ = ["FEW_RANKS", "Posted", "Window", "open_window", "slot_bytes"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -37,7 +37,8 @@ SLOTS = 4
 SLOT_BYTES = (1 << 20) + (1 << 16)  # words of a piece in lanes of 16 bits, with check words
 MOST_BYTES = 512 << 20  # of all ranks of a host together
 CHUNK_BYTES = 256 << 10  # of data that are copied into a slot
-SHARED_BYTES = 64 << 10  # from here on more than three ranks join one share each
+FEW_RANKS = 3  # up to which each joins all data of the others
+SHARED_BYTES = 64 << 10  # from here on more ranks join one share each
 STREAM_BYTES = 8 << 20  # results of this size are written past the caches
 
 _POSTED, _SHARED, _FINISHED = 0, 64, 128  # places of the flags
@@ -80,7 +81,16 @@ class Window:
         self._flags = {at: heads + np.uint64(at) for at in (_POSTED, _SHARED, _FINISHED)}
         self._number = self._shares = self._finished = 0  # of messages, mod 2^32
         self._open: list[Posted] = []  # posted and not finished
+        self._state = self._shared_state()
         self._early: set[int] = set()  # messages that were finished before older ones
+
+    def _shared_state(self) -> Array:
+        """Return the record by which kernels exchange chunks."""
+        state = np.zeros(1, EXCHANGE)
+        state["slots"] = kernels.address(self._table)
+        state["up"], state["down"] = (kernels.address(self._flags[at]) for at in (_POSTED, _FINISHED))
+        state["turns"], state["ranks"], state["rank"], state["spins"] = SLOTS, self._size, self._rank, _LONG
+        return state
 
     def room(self, nbytes: int) -> Bytes | None:
         """Return this rank's next slot, if so many bytes fit: what is posted from there is not copied.
@@ -104,7 +114,7 @@ class Window:
         send, recv = send.reshape(-1), recv.reshape(-1)
         streams = kernels.address(send) != kernels.address(recv) and recv.nbytes >= STREAM_BYTES
         placed = kernels.address(send) == int(self._tables[self._turn][self._rank])
-        if not placed and not self._open and self._size <= 3:
+        if not placed and not self._open and self._size <= FEW_RANKS:
             self._in_chunks(name, send, recv, JOININGS[kind], streams)
             return
         step = (self.slot_bytes if placed else min(CHUNK_BYTES, self.slot_bytes)) // recv.itemsize
@@ -120,22 +130,40 @@ class Window:
     def _in_chunks(self, name: str, send: Array, recv: Array, kind: int, streams: bool) -> None:
         """Post and finish chunk after chunk, without Python in between."""
         chunk = min(CHUNK_BYTES, self.slot_bytes) // recv.itemsize
-        progress = np.zeros(2, np.int64)
-        number, where = self._number, kernels.address(progress)
-        arguments: list[Any] = [kernels.address(self._table), SLOTS, self._size, self._rank]
-        arguments += [kernels.address(self._flags[_POSTED]), kernels.address(self._flags[_FINISHED]), number]
-        arguments += [kernels.address(send), kernels.address(recv), recv.size, recv.itemsize, chunk]
-        arguments += [kind, streams, _LONG, where]
-        before = -1
+        arrays = kernels.address(send), kernels.address(recv), recv.size, recv.itemsize
+        self._exchange(name, lambda at: kernels.exchange_array(at, *arrays, chunk, kind, streams))
+
+    def sum_lanes(self, name: str, job: Array) -> tuple[float, float]:
+        """Agree on the scales of blocks and sum their lanes, as a :data:`gccomm.kernels.LANES` record says.
+
+        Returns
+        -------
+        encode_s, decode_s : float
+            Seconds that were not spent waiting.
+        """
+        for message in list(self._open):
+            self.finish(message)
+        where = kernels.address(job)
+        self._exchange(name, lambda at: kernels.exchange_lanes(at, where))
+        return float(self._state["encode_s"][0]), float(self._state["decode_s"][0])
+
+    def _exchange(self, name: str, go_on: Callable[[int], bool]) -> None:
+        """Call until all is done; each wait has a clock of its own. No message may be open."""
+        state, where = self._state, kernels.address(self._state)
+        for field in ("posted", "finished", "event", "encode_s", "decode_s", "kept"):
+            state[field] = 0
+        state["number"] = self._number
+        done, before = False, 0
 
         def moves() -> bool:
-            done = kernels.join_chunks(*arguments)
-            return done or int(progress.sum()) != before
+            nonlocal done
+            done = go_on(where)
+            return done or int(state["posted"][0] + state["finished"][0]) != before
 
-        while progress[1] * chunk < recv.size:  # each wait has a clock of its own
-            before = int(progress.sum())
+        while not done:
+            before = int(state["posted"][0] + state["finished"][0])
             self._until(moves, name)
-        self._number = self._finished = number + int(progress[1]) & _MASK
+        self._number = self._finished = self._number + int(state["finished"][0]) & _MASK
 
     def post(self, name: str, send: Array, recv: Array, kind: str, streams: bool = False) -> Posted:
         """Begin to reduce `send`, of at most a slot, into `recv`; two messages may be on their way."""
@@ -150,7 +178,7 @@ class Window:
             return
         self._open.remove(message)
         self._come(_POSTED, message.number, message.name)
-        if self._size > 3 and message.recv.nbytes >= SHARED_BYTES:
+        if self._size > FEW_RANKS and message.recv.nbytes >= SHARED_BYTES:
             self._in_shares(message)
         else:
             self._join(message.turn, message.recv, message.kind, message.streams)

@@ -71,6 +71,9 @@ class Codec(ABC):
         Holds as much as its input between agreement and sum, where ranks share a host.
     sketched : bool
         Its one SUM is of lanes that ``Operand.encode`` writes, so that its error can be measured.
+    sums_lanes : bool
+        Has the back end agree on scales and sum lanes chunk by chunk, where that can: pieces may be larger
+        than the caches then.
     reencodes : bool
         May encode again after results were written, so that these must not overwrite the input.
     operation : str or None
@@ -88,6 +91,7 @@ class Codec(ABC):
     stateful: bool = False
     sketched: bool = False
     keeps: bool = False
+    sums_lanes: bool = False
     reencodes: bool = False
     operation: str | None = None
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from gccomm.codecs.base import State
 from gccomm.codecs.clamps import count_clamped
+from gccomm.codecs.lane_sums import lane_sum_of, takes_lane_sums
 from gccomm.errors import BackendError
 from gccomm.lanes import safe_limit
 from gccomm.layout import Geometry
@@ -99,7 +100,13 @@ def predicted_steps(
         assert agreed is not None
         scales[places] = agreed
     run = _Predicted(x, scales, ctx, width, rotations, subtract, set(unknown))
-    yield Sum(x.blocks, run.size, run.encode, run.decode, run.lanes)
+    if takes_lane_sums(x, ctx):
+        yield lane_sum_of(
+            x, scales, width, run.limit, ctx, rotations=rotations, subtract=subtract, maxima=run.own
+        )
+        yield Sum(x.blocks, run.counter_size, run.write_counters, run.correct)
+    else:
+        yield Sum(x.blocks, run.size, run.encode, run.decode, run.lanes)
     return run.observed()
 
 
@@ -122,11 +129,16 @@ class _Predicted:
         self.counter_bits = next(b for b in (4, 8, 16, 32) if self.ctx.size < 1 << b)
         self.counter_words = COUNTERS * self.counter_bits // 32
         self.intervals = np.zeros(self.x.blocks, dtype=np.int64)  # the highest that any rank is in
+        self.own = np.empty(self.x.blocks, dtype=np.uint32)  # this rank's maxima, as scale words
         self.worst = 0
 
     def size(self, lo: int, hi: int) -> int:
         """Return the words of all blocks, of their counters, and of one count of clamps a segment."""
-        return self.x.size(lo, hi) + self.counter_words * self.x.blocks + self.x.count
+        return self.x.size(lo, hi) + self.counter_size(lo, hi)
+
+    def counter_size(self, lo: int, hi: int) -> int:
+        """Return the words of the counters, and of one count of clamps a segment."""
+        return self.counter_words * (hi - lo) + self.x.count
 
     def lanes(self, lo: int, hi: int) -> tuple[tuple[int, int, int], ...]:
         """Return the lanes; the counters are unsigned and have none."""
@@ -134,14 +146,18 @@ class _Predicted:
 
     def encode(self, lo: int, hi: int, out: Words) -> None:
         """Write lanes, counters and clamps."""
-        x, own, end = self.x, np.empty(self.x.blocks, dtype=np.uint32), self.x.size(lo, hi)
-        x.encode(
+        self.x.encode(
             lo, hi, out, self.scales, self.width, self.limit, self.ctx,
-            rotations=self.rotations, maxima=own, subtract=self.subtract,
+            rotations=self.rotations, maxima=self.own, subtract=self.subtract,
         )  # fmt: skip
+        self.write_counters(lo, hi, out[self.x.size(lo, hi) :])
+
+    def write_counters(self, lo: int, hi: int, tail: Words) -> None:
+        """Write what follows from the blocks' own maxima: a one in a counter each, and clamps."""
+        del lo, hi
+        x, own = self.x, self.own
         over = own > self.scales
         intervals = self._intervals(own, over)
-        tail = out[end:]
         if self.counter_bits == 4:
             np.left_shift(np.uint32(1), (intervals << 2).astype(np.uint32), out=tail[: x.blocks])
         else:
@@ -174,19 +190,38 @@ class _Predicted:
 
     def decode(self, lo: int, hi: int, words: Words) -> None:
         """Read the counters, then write the results: NaN where a rank's block was not finite."""
-        x, end = self.x, self.x.size(lo, hi)
-        self.intervals = self._highest(words[end : -x.count].reshape(x.blocks, -1))
-        self.worst = int(self.intervals.max(initial=0))
-        scales = self.scales
-        if self.worst >= CLAMPED:
-            x.report(clamps=int(words[-x.count :].sum(dtype=np.int64)))
-            scales = np.where(self.intervals == NONFINITE, np.uint32(0x7FF80000), scales)
-        x.decode(
+        scales = self._read_counters(words[self.x.size(lo, hi) :])
+        self._decode(lo, hi, words, scales)
+        if self.x.feedback and self.worst == NONFINITE:
+            self._restore(scales)
+
+    def correct(self, lo: int, hi: int, tail: Words) -> None:
+        """Read the counters of blocks whose results are written: NaN where a rank's block was not finite."""
+        del lo, hi
+        scales = self._read_counters(tail)
+        if self.worst != NONFINITE:
+            return
+        unused = np.zeros(int(np.diff(self.x.offsets).max()), dtype=np.uint32)
+        for b in np.flatnonzero(self.intervals == NONFINITE).tolist():
+            self._decode(b, b + 1, unused, scales)
+        if self.x.feedback:
+            self._restore(scales)
+
+    def _decode(self, lo: int, hi: int, words: Words, scales: Words) -> None:
+        self.x.decode(
             lo, hi, words, scales, self.width, self.limit, self.ctx,
             subtract=self.subtract, rotations=self.rotations,
         )  # fmt: skip
-        if x.feedback and self.worst == NONFINITE:
-            self._restore(scales)
+
+    def _read_counters(self, tail: Words) -> Words:
+        """Take over what the summed counters say; return scale words, NaN where a block was not finite."""
+        x = self.x
+        self.intervals = self._highest(tail[: -x.count].reshape(x.blocks, -1))
+        self.worst = int(self.intervals.max(initial=0))
+        if self.worst < CLAMPED:
+            return self.scales
+        x.report(clamps=int(tail[-x.count :].sum(dtype=np.int64)))
+        return np.where(self.intervals == NONFINITE, np.uint32(0x7FF80000), self.scales).astype(np.uint32)
 
     def _highest(self, counters: Words) -> npt.NDArray[np.int64]:
         """Return the highest counter of each block that is not zero; together they must count all ranks."""

@@ -13,6 +13,7 @@ from gccomm.checks import integer, one_of
 from gccomm.codecs.base import State
 from gccomm.codecs.clipping import block_gains, clipped_scales, threshold
 from gccomm.codecs.headroom import Rotating, checked_steps, next_ratio
+from gccomm.codecs.lane_sums import lane_sum_of, takes_lane_sums
 from gccomm.codecs.prediction import check_prediction, next_scales, predicted_steps
 from gccomm.codecs.shared import SharedDither
 from gccomm.lanes import safe_limit
@@ -69,6 +70,7 @@ class Rotated(SharedDither):
         one_of("headroom", headroom, ("auto", "safe", "checked", "clipped"))
         self.headroom = headroom
         self.keeps = scales == "agreed"
+        self.sums_lanes = headroom in ("auto", "safe")
         self.rotations = integer("rotations", rotations, "a number of rotations", 1, 2)
         if scales == "predicted" and headroom == "checked":
             msg = (
@@ -101,10 +103,16 @@ class Rotated(SharedDither):
         return self._safe(x, ctx)
 
     def _safe(self, x: Operand, ctx: Context) -> Steps:
+        if takes_lane_sums(x, ctx):
+            scales, limit = np.empty(x.blocks, np.uint32), safe_limit(self.wire_bits, ctx.size)
+            yield lane_sum_of(
+                x, scales, self.wire_bits, limit, ctx, agree=True, rotations=self.rotations, subtract=True
+            )
+            return
         source = Rotating(x, ctx, self.rotations)
-        scales = yield Agree(x.blocks, source.maxima)
-        assert scales is not None
-        yield self._sum(x, source, scales, ctx, lambda: None)
+        agreed = yield Agree(x.blocks, source.maxima)
+        assert agreed is not None
+        yield self._sum(x, source, agreed, ctx, lambda: None)
 
     def _clipped(self, x: Operand, ctx: Context) -> Steps:
         source, most = Rotating(x, ctx, self.rotations), threshold(self.wire_bits, ctx.size)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from gccomm.codecs.lane_sums import lane_sum_of, takes_lane_sums
 from gccomm.errors import NegotiationError
 from gccomm.lanes import FIXED_POINT
-from gccomm.steps import Agree, Context, Step, Sum, Words
+from gccomm.steps import Agree, Context, LaneSum, Step, Sum, Words
 
 if TYPE_CHECKING:
     from gccomm.operand import Operand
@@ -98,9 +99,11 @@ def spread(x: Operand, words: Words) -> Words:
     return np.repeat(words, np.diff(x.bounds))
 
 
-def lane_sum(x: Operand, scales: Words, width: int, ctx: Context) -> Sum:
+def lane_sum(x: Operand, scales: Words, width: int, ctx: Context) -> Sum | LaneSum:
     """Return the step that sums as many whole levels as lanes of ``width`` bits hold."""
     limit = whole_levels(width, ctx.size) * FIXED_POINT
+    if takes_lane_sums(x, ctx):
+        return lane_sum_of(x, scales, width, limit, ctx)
     return Sum(
         x.blocks,
         x.size,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from gccomm.codecs.base import State
+from gccomm.codecs.lane_sums import lane_sum_of, takes_lane_sums
 from gccomm.codecs.prediction import check_prediction, next_scales, predicted_steps
 from gccomm.codecs.shared import SharedDither
 from gccomm.lanes import safe_limit
@@ -43,6 +46,7 @@ class Uniform(SharedDither):
     """
 
     id: ClassVar[str] = "uniform"
+    sums_lanes = True
 
     def __init__(self, wire_bits: int = 8, scales: str = "agreed") -> None:
         super().__init__(wire_bits, scales)
@@ -56,6 +60,9 @@ class Uniform(SharedDither):
 
     def _agreed(self, x: Operand, ctx: Context) -> Steps:
         width, limit = self.wire_bits, safe_limit(self.wire_bits, ctx.size)
+        if takes_lane_sums(x, ctx):
+            yield lane_sum_of(x, np.empty(x.blocks, np.uint32), width, limit, ctx, agree=True)
+            return
         scales = yield Agree(x.blocks, x.maxima)
         assert scales is not None
         yield Sum(

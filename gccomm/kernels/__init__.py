@@ -16,6 +16,8 @@ try:
         encode,
         exact_decode,
         exact_encode,
+        exchange_array,
+        exchange_lanes,
         exponent_add,
         exponent_decode,
         exponent_encode,
@@ -26,7 +28,6 @@ try:
         int_range,
         isa,
         isas,
-        join_chunks,
         join_parts,
         maxima,
         nonfinite,
@@ -44,12 +45,14 @@ except ImportError as error:
         "gccomm and not an installed package, run elsewhere, set PYTHONSAFEPATH=1, or `pip install -e .`"
     )
     raise ImportError(_message) from error
-from gccomm.kernels.table import DTYPE_CODES, DTYPES, JOININGS, SEGMENT
+from gccomm.kernels.table import DTYPE_CODES, DTYPES, EXCHANGE, JOININGS, LANES, SEGMENT
 
 __all__ = [
     "DTYPES",
     "DTYPE_CODES",
+    "EXCHANGE",
     "JOININGS",
+    "LANES",
     "SEGMENT",
     "address",
     "await_flags",
@@ -57,6 +60,8 @@ __all__ = [
     "encode",
     "exact_decode",
     "exact_encode",
+    "exchange_array",
+    "exchange_lanes",
     "exponent_add",
     "exponent_decode",
     "exponent_encode",
@@ -67,7 +72,6 @@ __all__ = [
     "int_range",
     "isa",
     "isas",
-    "join_chunks",
     "join_parts",
     "maxima",
     "nonfinite",

@@ -238,35 +238,33 @@ def join_parts(parts: int, ranks: int, out: int, count: int, kind: int, stream: 
         No such kind, no array, or a negative count.
     """
 
-def join_chunks(
-    slots: int,
-    turns: int,
-    ranks: int,
-    rank: int,
-    posted: int,
-    finished: int,
-    number: int,
-    send: int,
-    recv: int,
-    count: int,
-    item: int,
-    chunk: int,
-    kind: int,
-    stream: bool,
-    spins: int,
-    progress: int,
+def exchange_array(
+    exchange: int, send: int, recv: int, count: int, item: int, chunk: int, kind: int, stream: bool
 ) -> bool:
     """Reduce `count` elements of `item` bytes from `send` to `recv` over ranks that share memory, in chunks.
 
-    `slots` holds the addresses of all ranks' slots, shape (turns, ranks); `posted` and `finished` those of
-    their flags. Message k has number `number` + k + 1 and slot (number + k + 1) mod turns. `progress`, two
-    int64 that begin at 0, tells how many chunks were posted and finished. Returns whether all were; if not, a
-    flag was not up after `spins` looks, and the same call goes on.
+    `exchange` is the address of an :data:`~gccomm.kernels.EXCHANGE` record; `chunk` elements fit into a slot.
+    Returns whether all is done; if not, a flag was not up after its ``spins`` looks, and the same call goes
+    on.
 
     Raises
     ------
     ValueError
         An argument is out of range.
+    """
+
+def exchange_lanes(exchange: int, job: int) -> bool:
+    """Agree on the scales of blocks and sum their lanes over ranks that share memory, chunk by chunk.
+
+    `exchange` and `job` are the addresses of an :data:`~gccomm.kernels.EXCHANGE` and a
+    :data:`~gccomm.kernels.LANES` record. Returns as :func:`exchange_array`.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range.
+    RuntimeError
+        A tag was wrong.
     """
 
 def raise_flag(flag: int, number: int) -> None:

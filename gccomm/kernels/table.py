@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["DTYPES", "DTYPE_CODES", "JOININGS", "SEGMENT"]
+__all__ = ["DTYPES", "DTYPE_CODES", "EXCHANGE", "JOININGS", "LANES", "SEGMENT"]
 
 DTYPES = (
     "float32",
@@ -79,4 +79,60 @@ dtype
     One of :data:`DTYPE_CODES`.
 width, digits
     Integers only: lane width in bits, or number of 16-bit digits (0: lanes).
+"""
+
+EXCHANGE = np.dtype(
+    [(name, "<u8") for name in ("slots", "up", "down")]
+    + [(name, "<i8") for name in ("turns", "ranks", "rank", "spins", "posted", "finished", "event")]
+    + [("encode_s", "<f8"), ("decode_s", "<f8"), ("number", "<u4"), ("kept", "<u4")]
+)
+"""Memory that ranks share, and how far an exchange through it has come; one record.
+
+Fields
+------
+slots, up, down
+    Addresses of tables of addresses: of all ranks' slots, shape (turns, ranks), and of their flags, each a
+    uint32: up to which message the rank has posted, and up to which it has finished.
+turns, ranks, rank
+    Slots of each rank, number of ranks, and this one.
+spins
+    Looks at a flag before a call returns to be called again.
+posted, finished, event, kept
+    0 at first; how many messages this rank has posted and finished, and what comes next.
+encode_s, decode_s
+    Seconds spent on that: added to.
+number
+    Of the last message before: message k has number ``number`` + k + 1, mod 2^32, and slot number mod turns.
+"""
+
+LANES = np.dtype(
+    [(name, "<u8") for name in ("table", "kept_table", "kept", "places", "words", "scales", "maxima")]
+    + [(name, "<i8") for name in ("segments", "blocks", "chunk")]
+    + [("width", "<i4"), ("limit", "<i4"), ("shift", "<u4"), ("tag", "<u4")]
+    + [(name, "u1") for name in ("rotations", "agree", "subtract", "mean", "stream")]
+    + [("unused", "V3")]
+)
+"""Blocks whose lanes are to be summed; one record.
+
+Fields
+------
+table, segments, blocks
+    The batch: address of its segments, their number, and that of the blocks.
+kept_table, kept, places
+    Rotated float32 blocks may be kept between their maxima and their lanes: a table of segments that lie one
+    behind the other from address 0 on, address of room for two chunks, and int64 coordinates before each
+    block, shape (blocks + 1,). 0: blocks are rotated again.
+words
+    Address of the words before each block, int64, shape (blocks + 1,).
+scales, maxima
+    Addresses of uint32, shape (blocks,): agreed scale words, written where ``agree`` is 1; 0 or where each
+    block's own one goes.
+chunk
+    Blocks that are reduced at once.
+width, limit, shift, rotations, subtract, mean, stream
+    As of ``encode`` and ``decode``.
+tag
+    Of the first message, equal on all ranks.
+agree
+    Whether maxima are agreed first.
 """

@@ -239,15 +239,65 @@ class Decoder {
     Doubles wide_;
 };
 
+// Inputs of blocks that are read next: what is fetched while results are written costs less than both do.
+class Ahead {
+ public:
+    explicit Ahead(const Batch& batch) : blocks_(batch, {}), left_(batch.hi - batch.lo) {}
+
+    void fetch() {
+        if (left_-- <= 0 || !blocks_.next()) return;
+        const Block& b = blocks_.block;
+        const auto* x = static_cast<const u8*>(block_address(b.segment->src, b));
+        const int bytes = b.length * size_of(b.segment->dtype);
+        for (int i = 0; x != nullptr && i < bytes; i += kLineBytes) prefetch(x + i);
+    }
+
+ private:
+    Cursor<NoWords> blocks_;
+    i64 left_;
+};
+
+// The words of a block, of all ranks.
+class WordSum {
+ public:
+    const u32* of(const DecodeArgs& args, i64 at, int count) {
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes) store(sum_ + i, sum<U>(args, at + i));
+        for (; i < count; i++) sum_[i] = sum<u32>(args, at + i);
+        return sum_;
+    }
+
+ private:
+    template <class V>
+    GCCOMM_FN V sum(const DecodeArgs& args, i64 at) const {
+        V total = part<V>(args, 0, at);
+        for (i64 r = 1; r < args.ranks; r++) total += part<V>(args, r, at);
+        return total;
+    }
+
+    template <class V>
+    GCCOMM_FN V part(const DecodeArgs& args, i64 rank, i64 at) const {
+        const u32* words = reinterpret_cast<const u32*>(args.parts[rank]) + at;
+        prefetch(words + 2 * kBlock / sizeof(u32));
+        return load<V>(words);
+    }
+
+    alignas(kLineBytes) u32 sum_[kBlock];
+};
+
 inline void decode(const Batch& batch, const DecodeArgs& args) {
     const FloatEnvironment environment;
     Decoder decoder(args);
+    WordSum sum;
+    Ahead ahead({batch.table, batch.segments, args.ahead_lo, args.ahead_hi});
     for (Cursor<LaneWords> c(batch, LaneWords(args.width, args.rotations != 0)); c.next();) {
+        ahead.fetch();
         const i64 place = c.index - batch.lo;
         u32* check = args.check == nullptr ? nullptr : args.check + 2 * place;
         u32* energy = args.energy == nullptr ? nullptr : args.energy + place;
         const float* ratio = args.ratios == nullptr ? nullptr : args.ratios + c.index;
-        const u32* words = args.words.data + (c.word - args.words.base);
+        const i64 at = c.word - args.words.base;
+        const u32* words = args.parts == nullptr ? args.words.data + at : sum.of(args, at, c.words);
         decoder.decode(c.block, args.scales[c.index], ratio, words, c.words, check, energy);
     }
     if (args.stream) stream_fence();

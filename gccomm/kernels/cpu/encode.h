@@ -307,6 +307,8 @@ inline void encode(const Batch& batch, const EncodeArgs& args) {
         const float* ratio = args.ratios == nullptr ? nullptr : args.ratios + c.index;
         u32* words = args.words.data + (c.word - args.words.base);
         const float gain = args.gains == nullptr ? 1.0f : args.gains[c.index];
+        for (int i = 0; i < c.words; i += kLineBytes / 4)  // other ranks may have had them last
+            __builtin_prefetch(words + 2 * c.words + i, 1, 3);
         encoder.encode(c.block, args.scales[c.index], ratio, {words, c.words, check, own, gain});
     }
 }

@@ -4,14 +4,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 
-#include "dispatch.h"
-#include "flags.h"
+#include "exchange.h"
 #include "pool.h"
 
 namespace nb = nanobind;
@@ -102,7 +99,11 @@ void decode(Address table, Index segments, Index lo, Index hi, Address scales, A
                                                       pointer<std::uint32_t>(energy),
                                                       pointer<const float>(ratios),
                                                       rotations,
-                                                      offset});
+                                                      offset,
+                                                      nullptr,
+                                                      0,
+                                                      0,
+                                                      0});
 }
 
 ExactArgs exact_args(Address scales, Address words, Index word_base, Index n, bool mean) {
@@ -203,46 +204,29 @@ bool await_flags(Address table, Index count, std::uint32_t number, Index spins) 
     return flags::await(pointer<const std::uint64_t>(table), count, number, spins);
 }
 
-// How far an exchange through shared memory is, in chunks.
-struct Progress {
-    Index posted, finished;
-};
+Exchange& exchange(Address address) {
+    Exchange& at = *pointer<Exchange>(address);
+    require(at.turns >= 2 && at.ranks >= 1 && at.rank >= 0 && at.rank < at.ranks, "no such slots or ranks");
+    return at;
+}
 
-// All ranks' sums of one long array, chunk by chunk through slots that they share; see gccomm_mpi.window.
-// Returns whether all is done; if not, the wait for a flag took more than `spins` looks, and the same call
-// goes on from there.
-bool join_chunks(Address slots, Index turns, Index ranks, Index rank, Address posted, Address finished,
-                 std::uint32_t number, Address send, Address recv, Index count, Index item, Index chunk,
-                 int kind, bool stream, Index spins, Address progress) {
-    require(turns >= 2 && ranks >= 1 && rank >= 0 && rank < ranks, "no such slots or ranks");
+bool exchange_array(Address state, Address send, Address recv, Index count, Index item, Index chunk, int kind,
+                    bool stream) {
     require(count >= 0 && item >= 1 && chunk >= 1, "count, item and chunk must be positive");
     require(kind >= 0 && kind < kJoinings, "kind outside 0 ... 5");
-    const auto* table = pointer<const std::uint64_t>(slots);
-    const auto* up = pointer<const std::uint64_t>(posted);
-    const auto* done = pointer<const std::uint64_t>(finished);
-    Progress& at = *pointer<Progress>(progress);
-    const auto turn = [&](Index k) {
-        return table + (number + 1 + static_cast<std::uint32_t>(k)) % turns * ranks;
-    };
-    const auto nth = [&](Index k) { return number + static_cast<std::uint32_t>(k); };
-    const auto length = [&](Index k) { return std::min(chunk, count - k * chunk); };
-    const Index chunks = (count + chunk - 1) / chunk;
-    while (at.finished < chunks) {
-        while (at.posted < chunks && at.posted < at.finished + 2) {
-            const std::uint32_t free = nth(at.posted + 1) - static_cast<std::uint32_t>(turns);
-            if (!flags::await(done, ranks, free, spins)) return false;
-            std::memcpy(pointer<void>(turn(at.posted)[rank]), pointer<char>(send) + at.posted * chunk * item,
-                        static_cast<std::size_t>(length(at.posted) * item));
-            at.posted++;
-            flags::raise(pointer<std::uint32_t>(up[rank]), nth(at.posted));
-        }
-        if (!flags::await(up, ranks, nth(at.finished + 1), spins)) return false;
-        kernels().join_parts({turn(at.finished), ranks, pointer<char>(recv) + at.finished * chunk * item,
-                              length(at.finished), static_cast<Joining>(kind), stream});
-        at.finished++;
-        flags::raise(pointer<std::uint32_t>(done[rank]), nth(at.finished));
-    }
-    return true;
+    return run(exchange(state), {pointer<const char>(send), pointer<char>(recv), count, item, chunk,
+                                 static_cast<Joining>(kind), stream});
+}
+
+bool exchange_lanes(Address state, Address record) {
+    Exchange& at = exchange(state);
+    require(at.turns >= 4, "too few slots");
+    const LaneJob& job = *pointer<const LaneJob>(record);
+    check_lanes(job.width, job.limit);
+    check_rotations(job.rotations);
+    require(job.segments >= 0 && job.blocks >= 0 && job.chunk >= 1, "blocks and chunk must be positive");
+    require(job.kept_table == 0 || (job.rotations != 0 && job.agree), "only rotated blocks are kept");
+    return LaneExchange(at, job).run();
 }
 
 // A block of the pool for as long as an array of Python's refers to it.
@@ -349,9 +333,9 @@ NB_MODULE(_native, m) {
     m.def("exponent_decode", &g::exponent_decode, "words"_a, "out"_a, "count"_a, Released());
     m.def("join_parts", &g::join_parts, "parts"_a, "ranks"_a, "out"_a, "count"_a, "kind"_a,
           "stream"_a = false, Released());
-    m.def("join_chunks", &g::join_chunks, "slots"_a, "turns"_a, "ranks"_a, "rank"_a, "posted"_a, "finished"_a,
-          "number"_a, "send"_a, "recv"_a, "count"_a, "item"_a, "chunk"_a, "kind"_a, "stream"_a, "spins"_a,
-          "progress"_a, Released());
+    m.def("exchange_array", &g::exchange_array, "exchange"_a, "send"_a, "recv"_a, "count"_a, "item"_a,
+          "chunk"_a, "kind"_a, "stream"_a, Released());
+    m.def("exchange_lanes", &g::exchange_lanes, "exchange"_a, "job"_a, Released());
     m.def("raise_flag", &g::raise_flag, "flag"_a, "number"_a);
     m.def("await_flags", &g::await_flags, "flags"_a, "count"_a, "number"_a, "spins"_a, Released());
     g::choose_from_environment();

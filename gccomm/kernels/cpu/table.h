@@ -82,6 +82,9 @@ struct DecodeArgs {
     const float* ratios;    // of the whole batch, or null
     int rotations;
     std::int32_t offset;
+    const std::uint64_t* parts;  // addresses of the ranks' words, which are then added up here, or null
+    std::int64_t ranks;
+    std::int64_t ahead_lo, ahead_hi;  // blocks whose input is needed soon: fetched meanwhile
 };
 
 struct ExactArgs {

@@ -1,0 +1,70 @@
+"""Steps that agree on scales and sum lanes in one, for back ends that do both chunk by chunk themselves.
+
+A chunk then stays in the caches from its maxima to its words, no sums are written down between the words of
+the ranks and the results, and no Python runs in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gccomm import kernels
+from gccomm.kernels import LANES
+from gccomm.layout import BLOCK
+from gccomm.steps import Context, LaneSum, Words
+
+if TYPE_CHECKING:
+    from gccomm.operand import Operand
+
+__all__ = ["lane_sum_of", "takes_lane_sums"]
+
+CHUNK_BLOCKS = 64  # rotated blocks of two chunks are half of a usual second-level cache
+
+
+def takes_lane_sums(x: Operand, ctx: Context) -> bool:
+    """Return whether the driver takes these steps, of an operand of which nothing is measured."""
+    return ctx.sums_lanes and x.sketch is None and not ctx.measure
+
+
+def lane_sum_of(
+    x: Operand,
+    scales: Words,
+    width: int,
+    limit: int,
+    ctx: Context,
+    *,
+    agree: bool = False,
+    rotations: int = 0,
+    subtract: bool = False,
+    maxima: Words | None = None,
+) -> LaneSum:
+    """Return the step that sums all blocks of an operand; arguments as of :meth:`Operand.encode`.
+
+    Parameters
+    ----------
+    scales : array of uint32, shape (blocks,)
+        Scale words; with ``agree`` the agreed maxima are written there.
+    maxima : array of uint32, shape (blocks,), optional
+        Where each block's own scale word goes; not with ``agree``.
+    """
+    job = np.zeros(1, LANES)
+    job["table"], job["segments"], job["blocks"] = x.address, x.count, x.blocks
+    job["words"], job["scales"] = kernels.address(x.offsets), kernels.address(scales)
+    job["maxima"] = 0 if maxima is None else kernels.address(maxima)
+    job["chunk"], job["width"], job["limit"], job["shift"] = CHUNK_BLOCKS, width, limit, ctx.shift
+    job["rotations"], job["agree"], job["subtract"] = rotations, agree, subtract
+    job["mean"], job["stream"] = x.mean, ctx.stream
+    alive = [x, scales, maxima]
+    if rotations and agree and not x.float64 and not x.feedback:
+        twin, places = x.rotated_blocks()
+        kept = kernels.pool_empty(4 * 2 * CHUNK_BLOCKS * BLOCK)
+        job["kept_table"], job["places"], job["kept"] = (
+            twin.address,
+            kernels.address(places),
+            kernels.address(kept),
+        )
+        alive += [twin, places, kept]
+    chunks = -(-x.blocks // CHUNK_BLOCKS)
+    return LaneSum(job, 4 * (x.words + x.blocks * agree + chunks), alive)

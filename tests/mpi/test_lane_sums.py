@@ -1,0 +1,115 @@
+"""Sums of lanes that the back end makes chunk by chunk: the bits of the virtual ranks, in all cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gccomm
+from gccomm.testing import simulate
+
+CODECS = [
+    "uniform:wire_bits=4",
+    "uniform:wire_bits=5",
+    "uniform:wire_bits=16",
+    "rotated:wire_bits=8",
+    "rotated:wire_bits=5,rotations=2",
+    "qsgd-mn:wire_bits=8",
+    "qsgd-mn-ts:wire_bits=8",
+    "global-qsgd",
+]
+SHAPES = [(64 * 1024,), (64 * 1024 + 1,), (3 * 64 * 1024 - 5,), (70, 1000), (130, 513)]
+
+
+@pytest.fixture
+def comm(world: Any) -> Iterator[gccomm.Communicator]:
+    if world.size not in (2, 3):
+        pytest.skip("only two or three ranks join all data of the others")
+    parent = world.Dup()
+    with gccomm.init("mpi", comm=parent) as made:
+        if not made._place.sums_lanes:
+            pytest.skip("ranks share no memory")
+        yield made
+    parent.Free()
+
+
+def draw(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    rng = np.random.default_rng([rank, *shape])
+    return (rng.standard_normal(shape) * np.exp(rng.standard_normal(shape))).astype(dtype)
+
+
+def same(mine: Any, other: Any) -> bool:
+    return bool(np.asarray(mine).tobytes() == np.asarray(other).tobytes())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+def test_bits_are_those_of_virtual_ranks(comm: gccomm.Communicator, codec: str, dtype: Any) -> None:
+    trees = [{str(s): draw(r, s, dtype) for s in SHAPES} for r in range(comm.size)]
+    expected, _ = simulate(trees, codec)
+    found = comm.compressed_allreduce(trees[comm.rank], codec=codec)
+    assert all(same(found[key], expected[comm.rank][key]) for key in found)
+
+
+@pytest.mark.parametrize("codec", ["uniform:wire_bits=8", "rotated:wire_bits=8"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e-42, 3e38])
+def test_special_numbers_of_one_rank(comm: gccomm.Communicator, codec: str, bad: float) -> None:
+    xs = [draw(r, (200, 1000), np.float32) for r in range(comm.size)]
+    xs[-1][150, 7] = bad
+    xs[0][3] = 0
+    expected, _ = simulate(xs, codec, op="mean")
+    found = comm.compressed_allreduce(xs[comm.rank], "mean", codec)
+    assert same(found, expected[comm.rank])
+
+
+@pytest.mark.parametrize("codec", ["uniform:wire_bits=4", "rotated:wire_bits=4"])
+@pytest.mark.parametrize("scales", ["agreed", "predicted"])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_steps_of_a_reducer(comm: gccomm.Communicator, codec: str, scales: str, feedback: bool) -> None:
+    """Also after a clamp and after a number that is not finite, and in steps that are measured."""
+    codec = f"{codec},scales={scales}"
+    if feedback and codec.startswith("uniform") and scales == "predicted" and comm.size == 3:
+        pytest.skip("refused: too few levels")
+
+    def step(number: int) -> list[dict[str, Any]]:
+        xs = [draw(r, (150, 1000), np.float32) * (50 if number == 5 else 1) for r in range(comm.size)]
+        if number == 7:
+            xs[0][100, 3] = np.nan
+        return [{"x": x} for x in xs]
+
+    reducer = gccomm.Reducer(codec, comm=comm, op="sum", error_feedback=feedback)
+    try:
+        found = [reducer(step(k)[comm.rank])["x"] for k in range(10)]
+    except gccomm.NegotiationError:
+        pytest.skip("refused: too few levels")
+    for steps in (3, 4, 6, 7, 8, 10):
+        expected, _ = simulate(step, codec, steps=steps, error_feedback=feedback)
+        assert same(found[steps - 1], expected[comm.rank]["x"]), steps
+
+
+def test_in_place_and_beside_other_codecs(comm: gccomm.Communicator) -> None:
+    codecs = {"a": "uniform:wire_bits=8", "b": "raw", "c": "rotated:wire_bits=8", "d": "thc"}
+    trees = [{k: draw(r, (100, 1000), np.float32) for k in codecs} for r in range(comm.size)]
+    one = gccomm.Reducer(codecs, comm=comm, op="sum")
+    apart = {key: gccomm.Reducer({key: codec}, comm=comm, op="sum") for key, codec in codecs.items()}
+    for _ in range(5):
+        found = one(trees[comm.rank])
+        for key, reducer in apart.items():
+            assert same(found[key], reducer({key: trees[comm.rank][key]})[key]), key
+    x = trees[comm.rank]["a"].copy()
+    expected, _ = simulate([t["a"] for t in trees], "rotated")
+    comm.compressed_allreduce(x, out=x)
+    assert same(x, expected[comm.rank])
+
+
+def test_seconds_add_up(comm: gccomm.Communicator) -> None:
+    comm.compressed_allreduce(draw(comm.rank, (2000, 1024), np.float32))
+    stats = comm.stats
+    assert stats.encode_s > 0
+    assert stats.decode_s > 0
+    assert stats.wire_s >= 0
+    assert stats.wire_bytes >= 2000 * 1024
