@@ -52,7 +52,9 @@ class Backend(Protocol):
     words or of floats, goes without a copy (uint8, or None where there is no such memory), and the sum from
     there to elsewhere; and ``begin(kind, send, recv)`` and ``end(handle)``: a reduction ("words", "maximum"
     or a `FloatName`), begun and completed, of which two are on their way at a time (handle None: it is
-    complete).
+    complete). Two attributes serve asynchronous calls, which are made by a second thread, never two at a
+    time: ``background``, set to True while the program computes meanwhile, so that waits should leave it the
+    core; and ``no_threads``, a text that says why no second thread may call, if none may.
 
     All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
     arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:
