@@ -34,6 +34,7 @@ class _Line:
         self.changed = threading.Condition()
         self.queue: deque[Task] = deque()
         self.current: Task | None = None
+        self.busy = False
         self.stopped = False
         self.waiting = 0  # threads of the program that do nothing meanwhile
         self.failed: weakref.WeakSet[Task] = weakref.WeakSet()
@@ -41,7 +42,7 @@ class _Line:
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or on its way."""
-        return self.current is None and not self.queue
+        return not self.busy and not self.queue
 
     def pace(self) -> None:
         """Tell the back end whether its waits may take a core: not while the program computes."""
@@ -65,6 +66,7 @@ def _work(line: _Line) -> None:
             if not line.queue:
                 return
             task = line.current = line.queue.popleft()
+            line.busy = True
             backend = task.backend
             line.pace()
         task.execute()
@@ -74,8 +76,10 @@ def _work(line: _Line) -> None:
             backend.background = False
         with line.changed:
             line.current = None
-            line.changed.notify_all()
         del task, backend  # a handle that was dropped reports its error now
+        with line.changed:
+            line.busy = False
+            line.changed.notify_all()
 
 
 class Worker:

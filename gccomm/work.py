@@ -57,11 +57,10 @@ class Task:
         try:
             self.result = run()
         except BaseException as error:
-            trace = error.__traceback__  # without this frame, which refers to the task
-            self.error = error.with_traceback(trace.tb_next if trace is not None else None)
-        del run
+            self.error = error
         self.backend = None
         self.done.set()
+        del self, run  # the traceback refers to this frame
 
     def outcome(self) -> Any:
         """Return the result, or raise the error, each time it is asked for."""
