@@ -73,7 +73,7 @@ if comm.rank == 1:
     time.sleep(50)
 work = comm.compressed_allreduce_async(x)
 say("waiting")
-{end}
+ENDING
 print("went on", flush=True)
 """
 )
@@ -88,7 +88,7 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_killed_rank_ends_the_job(start: Start, end: str, rank: int) -> None:
-    job = start(WAITING.format(end=ENDS[end]))
+    job = start(WAITING.replace("ENDING", ENDS[end]))
     job.wait_for("rank0", "rank1", "asleep", "waiting")
     time.sleep(0.2)
     os.kill(job.pid(rank), signal.SIGKILL)
@@ -99,7 +99,7 @@ def test_killed_rank_ends_the_job(start: Start, end: str, rank: int) -> None:
 @pytest.mark.parametrize("end", ENDS)
 def test_interrupt_ends_all_processes(start: Start, end: str) -> None:
     """Rank 0 has a call on its way that rank 1 does not come to."""
-    job = start(WAITING.format(end=ENDS[end]))
+    job = start(WAITING.replace("ENDING", ENDS[end]))
     job.wait_for("rank0", "rank1", "asleep", "waiting")
     time.sleep(0.3)
     os.kill(job.pid(0), signal.SIGINT)
@@ -110,7 +110,7 @@ def test_interrupt_ends_all_processes(start: Start, end: str) -> None:
 
 @pytest.mark.parametrize("end", ENDS)
 def test_signal_to_the_launcher_ends_all_processes(start: Start, end: str) -> None:
-    job = start(WAITING.format(end=ENDS[end]))
+    job = start(WAITING.replace("ENDING", ENDS[end]))
     job.wait_for("rank0", "rank1", "asleep", "waiting")
     job.process.send_signal(signal.SIGTERM)
     assert job.end() != 0
@@ -118,7 +118,7 @@ def test_signal_to_the_launcher_ends_all_processes(start: Start, end: str) -> No
 
 
 def test_exception_with_a_call_on_its_way_ends_the_job(start: Start) -> None:
-    job = start(WAITING.format(end="raise RuntimeError('lost')"))
+    job = start(WAITING.replace("ENDING", "raise RuntimeError('lost')"))
     assert job.end(30) != 0
     assert "RuntimeError: lost" in job.errors
     assert "aborts the job" in job.errors
@@ -135,7 +135,7 @@ try:
 except gccomm.BackendError as error:
     print(error, flush=True)
 """
-    job = start(WAITING.format(end=body), GCCOMM_TIMEOUT_S="1")
+    job = start(WAITING.replace("ENDING", body), GCCOMM_TIMEOUT_S="1")
     job.wait_for("waiting")
     assert job.end(30) != 0  # MPI cannot take back what a rank has begun
     assert "another rank has not come within GCCOMM_TIMEOUT_S = 1 s" in job.output
