@@ -7,7 +7,7 @@ from __future__ import annotations
 from importlib.metadata import version as _version
 
 from gccomm import errors, testing
-from gccomm.api import allreduce, broadcast, compressed_allreduce, init
+from gccomm.api import allreduce, broadcast, compressed_allreduce, compressed_allreduce_async, init
 from gccomm.codecs import Codec, get_codec, list_codecs, register_codec
 from gccomm.communicator import Communicator
 from gccomm.errors import (
@@ -20,6 +20,7 @@ from gccomm.errors import (
     UnknownCodecError,
 )
 from gccomm.reducer import Reducer
+from gccomm.work import Work
 
 __version__ = _version("gccomm")
 
@@ -34,9 +35,11 @@ __all__ = [
     "NonFiniteError",
     "Reducer",
     "UnknownCodecError",
+    "Work",
     "allreduce",
     "broadcast",
     "compressed_allreduce",
+    "compressed_allreduce_async",
     "errors",
     "get_codec",
     "init",

@@ -276,6 +276,7 @@ _KINDS: dict[str, type[BaseException]] = {
         BufferError,
         OverflowError,
         MemoryError,
+        errors.GccommError,
         errors.MismatchError,
         errors.NegotiationError,
         errors.NonFiniteError,

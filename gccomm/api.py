@@ -13,8 +13,18 @@ from typing import Any
 from gccomm import backends
 from gccomm.codecs import Codec
 from gccomm.communicator import Communicator
+from gccomm.work import Work
 
-__all__ = ["allreduce", "broadcast", "compressed_allreduce", "current", "init", "resolve", "using"]
+__all__ = [
+    "allreduce",
+    "broadcast",
+    "compressed_allreduce",
+    "compressed_allreduce_async",
+    "current",
+    "init",
+    "resolve",
+    "using",
+]
 
 using: ContextVar[Communicator | None] = ContextVar("gccomm_communicator", default=None)
 _default: Communicator | None = None
@@ -143,6 +153,49 @@ def compressed_allreduce(
     array([0.5, 0.5, 0.5, 0.5], dtype=float32)
     """
     return resolve(comm).compressed_allreduce(
+        x, op, codec, out=out, exact_below=exact_below, nonfinite=nonfinite
+    )
+
+
+def compressed_allreduce_async(
+    x: Any,
+    op: str = "sum",
+    codec: str | Codec = "rotated",
+    *,
+    comm: Communicator | None = None,
+    out: Any = None,
+    exact_below: int = 1024,
+    nonfinite: str = "propagate",
+) -> Work:
+    """Begin to reduce arrays over all ranks, and return a handle; collective, does not block.
+
+    The call is made by a thread of gccomm's own, after all asynchronous calls before it; blocking calls on
+    the same ranks come after it. Its result has the same bits as that of :func:`compressed_allreduce` in its
+    place, whose arguments it has.
+
+    Parameters
+    ----------
+    x : array, scalar or tree
+        Kept alive. Its arrays must not be changed before :meth:`Work.wait` has returned.
+    op, codec, comm, exact_below, nonfinite
+        As of :func:`compressed_allreduce`.
+    out : array or tree, optional
+        Where to write the results; of no known content before :meth:`Work.wait` has returned.
+
+    Returns
+    -------
+    Work
+        ``wait(timeout=None)`` returns the result, or raises what the blocking call would have raised, errors
+        of arguments included; ``test()`` tells whether it is complete.
+
+    Examples
+    --------
+    >>> import numpy as np, gccomm
+    >>> work = gccomm.compressed_allreduce_async(np.full(4, 0.5, np.float32))
+    >>> work.wait()
+    array([0.5, 0.5, 0.5, 0.5], dtype=float32)
+    """
+    return resolve(comm).compressed_allreduce_async(
         x, op, codec, out=out, exact_below=exact_below, nonfinite=nonfinite
     )
 

@@ -55,6 +55,10 @@ class Backend(Protocol):
     complete). Where its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself,
     as a `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding.
 
+    Two attributes serve asynchronous calls, which are made by a second thread, never two at a time:
+    ``background``, set to True while the program computes meanwhile, so that waits should leave it the core;
+    and ``no_threads``, a text that says why no second thread may call, if none may.
+
     All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
     arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:
     every later call raises `BackendError`.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from gccomm import arrays, kernels, trees
 from gccomm.agreement import Call, digest
@@ -17,13 +19,17 @@ from gccomm.backends import Backend, room_of
 from gccomm.checks import check_options, integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome, rendezvous
-from gccomm.errors import BackendError, CollectiveTimeout
+from gccomm.errors import BackendError, CollectiveTimeout, NegotiationError
 from gccomm.interrupts import HoldInterrupts
-from gccomm.reduction import Options, Place, Reduction
+from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.stats import Stats
+from gccomm.thread import Worker
 from gccomm.transfers import Broadcast, Transfer, execute
+from gccomm.work import Done, Task, Work, snapshot
 
 __all__ = ["Communicator"]
+
+T = TypeVar("T")
 
 REDUCTIONS = 64  # option sets whose plans are kept
 _DEFAULT = "rotated"
@@ -36,7 +42,8 @@ class Communicator:
 
     Every collective call first agrees on what it is. Where a rank's own argument is bad, or ranks differ in
     what they call, every rank raises the same error, nothing is changed and the next call works. Calls from
-    several threads are made one after the other.
+    several threads are made one after the other. Asynchronous calls are made by a thread of gccomm's own, in
+    the order in which they were asked for; a blocking call comes after all asynchronous ones before it.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -46,6 +53,7 @@ class Communicator:
         self.lock: threading.RLock = self._shared.setdefault("lock", threading.RLock())
         self._number: int = self._shared.get("communicators", 0)
         self._shared["communicators"] = self._number + 1
+        self._shared["open"] = self._shared.get("open", 0) + 1
         self._broken: str | None = None
         operations: frozenset[str] = getattr(backend, "operations", frozenset())
         lanes = getattr(backend, "sums_lanes", False)
@@ -101,10 +109,30 @@ class Communicator:
         nonfinite: str = "propagate",
     ) -> Any:
         """Reduce over this communicator; see :func:`gccomm.compressed_allreduce`."""
-        with self.lock:
+        with self.turn():
             reduction, error = self._reduction(op, codec, exact_below, nonfinite)
-            reduction.step = self._step
             return self.reduce(reduction, x, out=out, error=error)
+
+    def compressed_allreduce_async(
+        self,
+        x: Any,
+        op: str = "sum",
+        codec: str | Codec = _DEFAULT,
+        *,
+        out: Any = None,
+        exact_below: int = 1024,
+        nonfinite: str = "propagate",
+    ) -> Work:
+        """Begin to reduce over this communicator; see :func:`gccomm.compressed_allreduce_async`."""
+        with self.turn():
+            reduction, error = self._reduction(op, codec, exact_below, nonfinite)
+            error = error or self.refusal()
+            tree, into = snapshot(x), snapshot(out)
+            task = self.submit(
+                lambda: self._reduce(reduction, tree, into, error),
+                f"compressed_allreduce_async on {self!r}",
+            )
+        return Work(task, self._shared.get("worker"), self._deliver, self.rank)
 
     def allreduce(self, x: Any, op: str = "sum", *, out: Any = None, nonfinite: str = "propagate") -> Any:
         """Reduce without compression; see :func:`gccomm.allreduce`."""
@@ -112,7 +140,7 @@ class Communicator:
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
         """Give every rank the arrays of rank ``root``; see :func:`gccomm.broadcast`."""
-        call = Call("broadcast", step=self._calls)
+        call = Call("broadcast")
         keys: list[str] = []
         views: list[arrays.View | None] = []
         buffers: list[Any] = []
@@ -133,7 +161,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-        self._plain(Call("barrier", step=self._calls))
+        self._plain(Call("barrier"))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Make one communicator per color.
@@ -150,27 +178,32 @@ class Communicator:
         Communicator or None
             Close it when it is no longer needed: freeing is collective, so dropping it frees nothing.
         """
-        call = Call("split", step=self._calls)
+        call = Call("split")
         try:
             color = None if color is None else integer("color", color, "None or an integer", 0, INT32_MAX)
             key = integer("key", key, "an integer", -INT32_MAX, INT32_MAX)
         except Exception as error:  # shared with the other ranks, which raise it too
             call.error = error
-        with self.lock:
+        with self.turn():
             backend = self._plain(call, then=lambda: self._backend.split(color, key))
         return None if backend is None else Communicator(backend)
 
     def close(self) -> None:
         """Free the communicator; collective. A second close does nothing."""
+        self._refuse_within(self._within_worker())
         with self.lock:
             if self._broken == "closed":
                 return
             if self._broken is None:
-                self._plain(Call("close", step=self._calls), then=self._backend.close)
+                self._plain(Call("close"), then=self._backend.close)
             else:
+                self.drain()
                 self._backend.close()
             self._broken = "closed"
             self._reductions.clear()
+            self._shared["open"] -= 1
+            if self._shared["open"] == 0 and (worker := self._shared.pop("worker", None)) is not None:
+                worker.close()
             if self._on_close is not None:
                 self._on_close()
 
@@ -184,23 +217,86 @@ class Communicator:
         self, reduction: Reduction, tree: Any, *, out: Any = None, error: BaseException | None = None
     ) -> Any:
         """Run one call of a reduction and return its result; with ``error``, let every rank raise it."""
+        with self._exclusive():
+            done = self._reduce(reduction, tree, out, error)
+        return self._deliver(done)
+
+    def _reduce(self, reduction: Reduction, tree: Any, out: Any, error: BaseException | None) -> Done:
+        if reduction.reducer == 0:
+            reduction.step = self._step
+
+        def finish(attempt: Attempt, outcome: Outcome) -> Done:
+            attempt.commit(outcome)
+            if reduction.reducer == 0:
+                self._step += 1
+            return Done(attempt.deliver(), outcome.stats, attempt.notes)
+
+        return self.attempt(reduction, tree, finish, out=out, error=error)
+
+    def _deliver(self, done: Done) -> Any:
+        """Return a call's result in the thread of the caller, who is warned where he should be."""
+        self.stats = done.stats
+        for note in done.notes:
+            warnings.warn(note, stacklevel=4)
+        return done.result
+
+    def attempt(
+        self,
+        reduction: Reduction,
+        tree: Any,
+        finish: Callable[[Attempt, Outcome], T],
+        *,
+        out: Any = None,
+        error: BaseException | None = None,
+        part: str = "",
+    ) -> T:
+        """Make a call of a reduction, or ``part`` of one, in the thread whose turn it is; return what
+        ``finish`` does.
+        """
         # The caller's error state is his own: numbers out of range are data here, on every rank.
-        with self._exclusive(), np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
             attempt = reduction.start(None if error else tree, self._place, out=out)
             attempt.call.communicator = self._number
+            attempt.call.policy += part
             attempt.call.error = error or attempt.call.error
-
-            def finish(outcome: Outcome) -> Any:
-                attempt.commit(outcome)
-                self.stats = outcome.stats
-                if reduction.reducer == 0:
-                    self._step += 1
-                return attempt.deliver()
-
             try:
-                return self._drive(attempt.call, attempt.transfers(), finish)
+                result: T = self._drive(attempt.call, attempt.transfers(), lambda o: finish(attempt, o))
+                return result
             finally:
                 attempt.release()
+
+    def submit(self, run: Callable[[], Any], text: str) -> Task:
+        """Queue a call, in its :meth:`turn`; the first one starts the communication thread.
+
+        Where no thread is allowed, or the communicator is broken, the call is made at once: it only fails.
+        """
+        task = Task(run, text, self._backend)
+        if self._broken is not None or self.refusal() is not None:
+            with self._exclusive():
+                task.execute()
+        else:
+            if self._shared.get("worker") is None:
+                self._shared["worker"] = Worker()
+            self._shared["worker"].submit(task)
+        return task
+
+    def refusal(self) -> BaseException | None:
+        """Return the error of asynchronous calls where the back end allows no thread."""
+        reason: str = getattr(self._backend, "no_threads", "")
+        return NegotiationError(f"asynchronous calls are not possible: {reason}") if reason else None
+
+    def drain(self) -> None:
+        """Wait until all asynchronous calls are complete on this rank; not collective."""
+        worker: Worker | None = self._shared.get("worker")
+        if worker is not None and not worker.is_current():
+            worker.drain()
+
+    def join(self, task: Task) -> Any:
+        """Wait for a task that was submitted, and return its result."""
+        worker: Worker | None = self._shared.get("worker")
+        if worker is not None and not task.done.is_set():
+            worker.wait(task)
+        return task.outcome()
 
     def _plain(
         self,
@@ -209,7 +305,17 @@ class Communicator:
         then: Callable[[], Any] | None = None,
     ) -> Any:
         """Run a call that is not a reduction; ``then`` is its back end's part, after the agreement."""
-        call.communicator = self._number
+        with self._exclusive():
+            return self._plainly(call, transfers, then)
+
+    def _plainly(
+        self,
+        call: Call,
+        transfers: Generator[Transfer, None, Outcome] | None = None,
+        then: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Do that in the thread whose turn it is."""
+        call.communicator, call.step = self._number, self._calls
 
         def finish(outcome: Outcome) -> Any:
             if outcome.error is not None:
@@ -217,30 +323,62 @@ class Communicator:
             self._calls += 1
             return then() if then is not None else None
 
-        with self._exclusive():
-            return self._drive(call, transfers or rendezvous(call, self.rank, self.size), finish)
+        return self._drive(call, transfers or rendezvous(call, self.rank, self.size), finish)
+
+    def share_order(self, mine: npt.NDArray[np.uint32], keys: Sequence[str]) -> npt.NDArray[np.uint32]:
+        """Return rank 0's order of keys, as places in ``keys``, in the thread whose turn it is."""
+        lines = [repr(key) for key in keys]
+        call = Call(
+            "broadcast", layout=digest("\n".join(lines)), leaves=lambda: lines, policy="order of keys"
+        )
+        order = mine.copy()
+        self._plainly(call, self._broadcast(call, [order], 0))
+        return order
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One call at a time on this group: other threads wait, a call from within a call is refused."""
+    def turn(self) -> Iterator[None]:
+        """One thread at a time; a call from within a call is refused."""
         if os.getpid() != self._pid:
             msg = (
                 f"process {os.getpid()} was forked from {self._pid} after gccomm.init(): it is no rank; "
                 "start workers before gccomm.init(), or with the spawn method"
             )
             raise BackendError(msg)
+        self._refuse_within(self._within_worker())
         with self.lock:
-            if self._shared.get("busy"):
-                msg = (
-                    f"rank {self.rank}: a collective was called from within another one, by a signal handler "
-                    "or a finalizer; note the event there, and make the call in the program's own course"
-                )
-                raise BackendError(msg)
+            self._refuse_within(bool(self._shared.get("busy")))
+            yield
+
+    def _within_worker(self) -> bool:
+        worker: Worker | None = self._shared.get("worker")
+        return worker is not None and worker.is_current()
+
+    def _refuse_within(self, within: bool) -> None:
+        if within:
+            msg = (
+                f"rank {self.rank}: a collective was called from within another one, by a signal handler "
+                "or a finalizer; note the event there, and make the call in the program's own course"
+            )
+            raise BackendError(msg)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Take the turn of a blocking call, once asynchronous ones before it are complete."""
+        with self.turn():
             self._shared["busy"] = True
             try:
+                self.drain()
                 yield
             finally:
                 self._shared["busy"] = False
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Hold other threads back, with no asynchronous call on its way; not collective."""
+        with self.lock:
+            if not self._shared.get("busy"):
+                self.drain()
+            yield
 
     def _reduction(
         self, op: str, codec: str | Codec, exact_below: int, nonfinite: str

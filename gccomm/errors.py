@@ -37,7 +37,9 @@ class NonFiniteError(GccommError):
 
 
 class CollectiveTimeout(GccommError):
-    """A rank waited longer than ``GCCOMM_TIMEOUT_S`` seconds for its peers. The communicator is broken."""
+    """A rank waited longer than ``GCCOMM_TIMEOUT_S`` seconds for its peers: the communicator is broken. Or an
+    asynchronous call was not complete when :meth:`gccomm.Work.wait` had waited long enough: it goes on.
+    """
 
 
 class BackendError(GccommError):

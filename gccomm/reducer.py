@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from gccomm.checks import check_options, integer, pattern_choice
 from gccomm.codecs import Codec, get_codec
 from gccomm.communicator import Communicator
+from gccomm.errors import GccommError
+from gccomm.pushes import Pushes
 from gccomm.reduction import KeyState, Options, Reduction
 from gccomm.remembered import known_from, state_from
 from gccomm.stats import Stats
@@ -101,6 +104,7 @@ class Reducer:
         comm = resolve(comm)
         self.comm = comm
         self._reduction = Reduction(options, reducer=comm.next_reducer(), remember=True)
+        self._pushes = Pushes(comm, self._reduction)
         self.stats = Stats()
 
     @property
@@ -133,19 +137,81 @@ class Reducer:
         OverflowError
             A sum of integers does not fit their dtype.
         """
-        with self.comm.lock:
-            result = self.comm.reduce(self._reduction, tree, out=out)
+        with self.comm.turn():
+            error = None
+            if self._pushes.open:
+                msg = f"step {self.step} was begun by push(): end it by wait() or discard() first"
+                error = ValueError(msg)
+            result = self.comm.reduce(self._reduction, tree, out=out, error=error)
             self.stats = self.comm.stats
         return result
 
+    def push(self, key: str, array: Any) -> None:
+        """Give one array of the next step, as soon as it is there; :meth:`wait` returns the results.
+
+        Collective over the step: what a rank has not pushed by :meth:`wait` counts as None. Each rank may
+        push in an order of its own. From the second step on the arrays travel in buckets of
+        ``bucket_bytes``, in the order in which rank 0 pushed in its first step, each once all of it is
+        there, while the program goes on. The results are those of a call with a dict of the same items.
+
+        Parameters
+        ----------
+        key : str
+            As in a dict; once a step.
+        array : array, scalar or tree
+            Not to be changed before :meth:`wait` has returned.
+
+        Notes
+        -----
+        Never blocks. What is wrong with an argument of one rank is raised by :meth:`wait` on every rank.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> reducer = Reducer("rotated", bucket_bytes=1 << 20)
+        >>> for key in ("head", "body"):  # as the backward pass gets to them
+        ...     reducer.push(key, np.zeros(2000, np.float32))
+        >>> sorted(reducer.wait())
+        ['body', 'head']
+        """
+        self._pushes.push(key, array)
+
+    def wait(self) -> dict[str, Any]:
+        """End a step that was pushed: return the results by key, of all ranks' keys; collective.
+
+        Raises
+        ------
+        ValueError, TypeError
+            On every rank: one of them has pushed nothing, a key twice, or what cannot be reduced.
+        GccommError
+            A rank has called :meth:`discard`.
+        MismatchError, NonFiniteError, OverflowError
+            As of a call.
+        NegotiationError
+            The MPI library was initialised without threads.
+        """
+        done = self._pushes.wait()
+        self.stats = self.comm.stats = done.stats
+        for note in done.notes:
+            warnings.warn(note, stacklevel=2)
+        return dict(done.result)
+
+    def discard(self) -> None:
+        """Give up what was pushed since the last step, on all ranks: nothing is changed.
+
+        Collective: for a program that goes on after an exception between two pushes. Ranks that call
+        :meth:`wait` meanwhile get a GccommError that names this rank.
+        """
+        self._pushes.discard()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, copied: step, layouts, what codecs have adapted, and residuals, by
-        key. Not collective.
+        key. Not collective. While arrays are pushed it is the state before their step.
 
         Plain Python and NumPy arrays. Residuals, flat, differ between ranks; everything else is equal on all.
         """
         r = self._reduction
-        with self.comm.lock:  # a checkpoint thread sees the state between two steps
+        with self.comm.still():  # a checkpoint thread sees the state between two steps
             return {
                 "version": STATE_VERSION,
                 "step": r.step,
@@ -162,6 +228,8 @@ class Reducer:
         ------
         ValueError
             The state is of another version or seed, or malformed.
+        GccommError
+            Arrays were pushed since the last step.
         """
         _check_state(state, self._reduction.options.seed)
         known = {key: known_from(key, layout) for key, layout in state["layouts"].items()}
@@ -169,7 +237,10 @@ class Reducer:
         states = {key: state_from(key, value) for key, value in state["states"].items()}
         self._reduction.check_states(states)
         step = integer("step", state["step"], "a number of steps", 0)
-        with self.comm.lock:  # not while a step is on its way
+        with self.comm.still():  # not while a step is on its way
+            if self._pushes.open:
+                msg = "arrays were pushed: end their step by wait() or discard() before load_state_dict()"
+                raise GccommError(msg)
             self._reduction.step = step
             self._reduction.known, self._reduction.residuals = known, residuals
             self._reduction.replace_states(states)

@@ -26,7 +26,7 @@ from gccomm.lanes import rank_shift
 from gccomm.layout import PIECE_COORDINATES, LeafSpec
 from gccomm.plan import Plan
 from gccomm.remembered import STORAGE, KeyState, Known, Leaf
-from gccomm.stats import Measured
+from gccomm.stats import Measured, Stats
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
 
@@ -117,6 +117,7 @@ class Reduction:
         self.states: dict[str, KeyState] = {}
         self.known: dict[str, Known] = {}
         self.error = Measured()  # of the last step that was measured
+        self.plans_kept = PLAN_CACHE
         self._adapted: str | None = ""
         self._plans: dict[object, Plan] = {}
 
@@ -125,6 +126,13 @@ class Reduction:
         if states:
             self.states.update(states)
             self._adapted = None
+
+    def advance(self, stats: Stats) -> None:
+        """Go on to the next step; a call's figures without a measured error get the last one."""
+        self.step += 1
+        if stats.error:
+            self.error = stats.error
+        stats.error = self.error
 
     def replace_states(self, states: Mapping[str, KeyState]) -> None:
         """Take over these states in place of all."""
@@ -182,7 +190,7 @@ class Reduction:
             specs = [self._spec(x) for x in leaves]
             sizes = options.piece_coordinates, options.bucket_bytes
             plan = Plan(specs, size, options.seed, *sizes, nones, lane_sums=lane_sums)
-            while len(self._plans) >= PLAN_CACHE:
+            while len(self._plans) >= self.plans_kept:
                 self._plans.pop(next(iter(self._plans)))
         self._plans[signature] = plan  # most recently used last
         return plan
@@ -226,6 +234,7 @@ class Attempt:
         self._residuals: dict[str, Buffer] = {}
         self._old_residuals: list[Buffer] = []  # kernels have only their addresses
         self._changed: list[str] = []  # leaves whose residual starts again
+        self._found: dict[str, KeyState] = {}  # the next states
         self._treedef: Any = None
         self._measure = self._lane_sums = False
         self._absent: set[int] = set()  # leaves that no rank has a value for
@@ -401,28 +410,41 @@ class Attempt:
                 x.forget()
 
     def commit(self, outcome: Outcome) -> None:
-        """Take over step and residuals, as every rank does now; raises the outcome's error instead."""
+        """Take over step and state, as every rank does now; raises the outcome's error instead."""
+        self.settle(outcome)
+        self.reduction.advance(outcome.stats)
+        self.take_over()
+
+    def settle(self, outcome: Outcome) -> None:
+        """Take in what the call came to and leave the reduction as it is; raises the outcome's error."""
         states = self.job.states if self.job is not None else {}
         self.release()
         if outcome.error is not None:
             raise outcome.error
-        found = self._next_states(outcome.parts, states) if self.reduction.remember else {}
-        self.reduction.step += 1
-        if outcome.stats.error:
-            self.reduction.error = outcome.stats.error
-        outcome.stats.error = self.reduction.error
+        self._found = self._next_states(outcome.parts, states) if self.reduction.remember else {}
         if outcome.present is not None:  # None everywhere stays None, and keeps its residual
             self._absent = {
                 i for i, here in enumerate(outcome.present) if not here and self._views[i] is None
             }
+
+    def take_over(self) -> None:
+        """Hand residuals and states of a settled call to the reduction."""
         lost = {self._leaves[i].key for i in self._absent}
         self.reduction.residuals.update((k, v) for k, v in self._residuals.items() if k not in lost)
-        self.reduction.set_states({k: v for k, v in found.items() if k not in lost})
-        if self._changed:
-            changes = (
-                f"the array {', '.join(self._changed)}: its error-feedback residual starts again from zero"
-            )
-            warnings.warn(changes, stacklevel=6)
+        self.reduction.set_states({k: v for k, v in self._found.items() if k not in lost})
+
+    @property
+    def notes(self) -> list[str]:
+        """What the caller should be warned of."""
+        if not self._changed:
+            return []
+        changes = ", ".join(self._changed)
+        return [f"the array {changes}: its error-feedback residual starts again from zero"]
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The leaves that are not None on all ranks, in the order of the tree."""
+        return self._leaves
 
     def _next_states(
         self, parts: Mapping[int, list[Any]], states: Mapping[int, State]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +30,10 @@ class Measured:
         """Take in what an operand's encoding and decoding left behind."""
         if x.sketch is not None and x.samples and not x.clamps:  # the sketch sees no clamping
             self._taken.append((x, list(x.samples), x.sketch))
+
+    def add(self, other: Measured) -> None:
+        """Take in what was measured in another part of the step."""
+        self._taken += other._taken
 
     def vnmse(self) -> float:
         """Return ||error||^2 / ||sum||^2, NaN where nothing is known."""
@@ -87,6 +91,15 @@ class Stats:
 
     def __post_init__(self) -> None:
         self.error = Measured()  # no field: no figure, but what an estimate is made of
+
+    def add(self, other: Stats) -> None:
+        """Add the figures of another part of the step."""
+        for figure in fields(self):
+            if figure.name != "codecs":
+                setattr(self, figure.name, getattr(self, figure.name) + getattr(other, figure.name))
+        for codec, coordinates in other.codecs.items():
+            self.codecs[codec] = self.codecs.get(codec, 0) + coordinates
+        self.error.add(other.error)
 
     @property
     def ratio(self) -> float:

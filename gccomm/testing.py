@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -140,6 +141,8 @@ def _finish(attempts: Sequence[Attempt], outcomes: Sequence[Outcome]) -> list[An
         raise BackendError(f"virtual ranks end differently: {errors!r}")
     for attempt, outcome in zip(attempts, outcomes, strict=True):
         attempt.commit(outcome)
+        for note in attempt.notes:
+            warnings.warn(note, stacklevel=2)
     return [attempt.deliver() for attempt in attempts]
 
 
@@ -248,6 +251,7 @@ def run(fn: Callable[[Any], T], ranks: int = 4) -> list[T]:
         token = using.set(comm)
         try:
             results[rank] = fn(comm)
+            comm.drain()
         except BaseException as error:
             failures.append((rank, error))
             backends[rank].abort(f"rank {rank} ended with {error!r}")

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from gccomm.backends import Activity, Backend, Bytes, FloatName, Words
 from gccomm.errors import BackendError
 from gccomm.operations import OPERATIONS, check_operation, reduce_parts
-from gccomm_mpi.channel import Channel, Operation, cached
+from gccomm_mpi.channel import Channel, Operation, cached, thread_refusal
 from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange_in_order
 from gccomm_mpi.failure import abort_job, guard
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
@@ -65,6 +65,20 @@ class MpiBackend:
     @interrupt_deadline.setter
     def interrupt_deadline(self, value: float | None) -> None:
         self._channel.interrupt_deadline = value
+
+    @property
+    def background(self) -> bool:
+        """Whether the program computes while this rank waits: waits then leave it the core at once."""
+        return self._channel.background
+
+    @background.setter
+    def background(self, value: bool) -> None:
+        self._channel.background = value
+
+    @property
+    def no_threads(self) -> str:
+        """Why no second thread may call MPI; empty where one may, at any time."""
+        return thread_refusal()
 
     def maximum(self, words: Words, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""

@@ -24,7 +24,7 @@ from gccomm_mpi.hierarchy import Hierarchy, Leaders
 from gccomm_mpi.ring import SEGMENT_BYTES, ring
 from gccomm_mpi.window import Window, open_window, slot_bytes
 
-__all__ = ["Channel", "Operation", "cached"]
+__all__ = ["Channel", "Operation", "cached", "thread_refusal"]
 
 # Tests before the first yield where all ranks share a host and may have a core each: about 50 us.
 SPINS = 100
@@ -56,6 +56,7 @@ class Channel:
         self.shared: dict[str, Any] = {}
         self.patience = Patience(comm.rank, comm.size)
         self.interrupt_deadline: float | None = None
+        self.background = False  # the program computes meanwhile
         self.thread = threading.get_ident()
         self._scratch = np.empty(0, np.uint8)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -101,7 +102,7 @@ class Channel:
             The wait took longer than ``GCCOMM_TIMEOUT_S``; the request is kept for good.
         """
         test = request.Test
-        for _ in range(self._spins):
+        for _ in range(1 if self.background else self._spins):
             if test():
                 return
         try:
@@ -118,7 +119,7 @@ class Channel:
         CollectiveTimeout
             The wait took longer than ``GCCOMM_TIMEOUT_S``.
         """
-        for _ in range(self._spins):
+        for _ in range(1 if self.background else self._spins):
             if test():
                 return
 
@@ -137,7 +138,7 @@ class Channel:
             deadline = self.interrupt_deadline
             if deadline is not None and time.monotonic() >= deadline:
                 abort_job(f"interrupted while waiting in {self.patience.describe(name)}", status=130)
-            if waited < YIELD_S:
+            if waited < YIELD_S and not self.background:
                 os.sched_yield()
             else:
                 time.sleep(NAP_S)
@@ -230,6 +231,26 @@ def _settings(comm: Any) -> tuple[bool, bool, str | None]:
                 msg = f"{variable} must be equal on all ranks; it is {differ}"
                 raise ValueError(msg)
     return found[0][0] != "0", found[0][1] != "0", found[0][2] or None
+
+
+def thread_refusal() -> str:
+    """Return why gccomm's thread may not call MPI beside the program's own, or nothing.
+
+    Less than MPI_THREAD_MULTIPLE does not do: the program cannot know when the thread is in MPI.
+    """
+    level = MPI.Query_thread()
+    if level >= MPI.THREAD_MULTIPLE:
+        return ""
+    names = {
+        MPI.THREAD_SINGLE: "SINGLE",
+        MPI.THREAD_FUNNELED: "FUNNELED",
+        MPI.THREAD_SERIALIZED: "SERIALIZED",
+    }
+    return (
+        "they need MPI_THREAD_MULTIPLE, and MPI was initialised with "
+        f"MPI_THREAD_{names.get(level, level)}; set "
+        'mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported, or use the blocking calls'
+    )
 
 
 def _check_thread_level(channel: Channel) -> None:
