@@ -52,7 +52,8 @@ class Backend(Protocol):
     words or of floats, goes without a copy (uint8, or None where there is no such memory), and the sum from
     there to elsewhere; and ``begin(kind, send, recv)`` and ``end(handle)``: a reduction ("words", "maximum"
     or a `FloatName`), begun and completed, of which two are on their way at a time (handle None: it is
-    complete).
+    complete). Where `operations` holds "fold" it has ``fold_words(step, sent, folded)``: it encodes, folds
+    over the ranks and decodes as a :class:`gccomm.steps.Fold` says, in memory for the words before and after.
 
     All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
     arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:

@@ -13,11 +13,21 @@ from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome
 from gccomm.errors import BackendError
 from gccomm.layout import PIECE_COORDINATES
-from gccomm.operations import OPERATIONS
+from gccomm.operations import PROVIDED, fold_all
 from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.stats import Stats
 from gccomm.steps import Words
-from gccomm.transfers import Broadcast, Combine, FloatAdd, Maximum, Transfer, Whole, WordAdd, at_once
+from gccomm.transfers import (
+    Broadcast,
+    Combine,
+    FloatAdd,
+    Folding,
+    Maximum,
+    Transfer,
+    Whole,
+    WordAdd,
+    at_once,
+)
 
 __all__ = ["run", "simulate", "simulate_steps"]
 
@@ -117,7 +127,7 @@ def _steps(
     steps: int,
     one_host: bool,
 ) -> Iterator[tuple[int, Sequence[Any], list[Any], list[Stats]]]:
-    places = [Place(rank, len(reductions), one_host, OPERATIONS) for rank in range(len(reductions))]
+    places = [Place(rank, len(reductions), one_host, PROVIDED) for rank in range(len(reductions))]
     inputs = first
     for step in range(steps):
         if callable(xs) and step:
@@ -190,6 +200,13 @@ def _combine(transfers: Sequence[Whole]) -> None:
             calls = [f"{t.operation}, seed {t.seed}" for t in own]
             raise BackendError(f"virtual ranks make different reductions: {calls}")
         combine("own", [t.words for t in own], operation=head.operation, seed=head.seed)
+    elif isinstance(head, Folding):
+        folds = [t for t in transfers if isinstance(t, Folding)]
+        for t in folds:
+            t.step.encode(0, t.step.blocks, t.sent)
+        fold_all([t.step for t in folds], [t.sent for t in folds], [t.folded for t in folds])
+        for t in folds:
+            t.step.decode(0, t.step.blocks, t.folded)
     else:
         buffers = [t.buffer for t in transfers if isinstance(t, Broadcast)]
         for buffer in buffers:

@@ -22,6 +22,7 @@ _BUILT_IN = {
     "bf16": "gccomm.codecs.floats:BFloat16",
     "fp16": "gccomm.codecs.floats:Float16",
     "uniform": "gccomm.codecs.uniform:Uniform",
+    "rehop": "gccomm.codecs.rehop:Rehop",
     "rotated": "gccomm.codecs.rotated:Rotated",
     "thc": "gccomm.codecs.thc:THC",
     "topkc": "gccomm.codecs.topkc:TopKC",

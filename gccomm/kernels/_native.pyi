@@ -108,6 +108,59 @@ def decode(
     `rotations` are those of :func:`encode`.
     """
 
+def hop_encode(
+    table: int,
+    nseg: int,
+    lo: int,
+    hi: int,
+    scales: int,
+    words: int,
+    word_base: int,
+    width: int,
+    limit: int,
+    shift: int,
+    rotations: int,
+) -> None:
+    """Rotate, round and pack blocks against the largest value that each has of its own.
+
+    That scale word goes to ``scales[block - lo]``; `limit` is the fixed-point value that it becomes, `shift`
+    this rank's shift of the dither, which decoding takes off; `rotations` is 1 or 2.
+
+    Raises
+    ------
+    ValueError
+        No such width up to 16, number of rotations or limit.
+    """
+
+def hop_fold(
+    table: int,
+    again: int,
+    nseg: int,
+    lo: int,
+    hi: int,
+    parts: int,
+    ranks: int,
+    shifts: int,
+    out: int,
+    word_base: int,
+    lane_words: int,
+    width: int,
+    limit: int,
+    down: int,
+) -> None:
+    """Add up the rotated blocks of all ranks, as :func:`hop_encode` made them, and round the sums likewise.
+
+    `parts` is the address of the addresses (uint64) of the ranks' words, `lane_words` of lanes and then a
+    scale a block; `out` is made the same way. `shifts` is the address of the ranks' shifts (uint32), `again`
+    that of a table that differs from `table` in the keys of the noise: those of the sum's. A sum's scale word
+    stands for ``2**-down`` of it; it is NaN where a part's is inf or NaN.
+
+    Raises
+    ------
+    ValueError
+        No such width up to 16 or limit, no rank, or `down` outside 0 to 30.
+    """
+
 def exact_encode(
     table: int, nseg: int, lo: int, hi: int, scales: int, words: int, word_base: int, n: int
 ) -> None:

@@ -105,6 +105,32 @@ void decode(Address table, Index segments, Index lo, Index hi, Address scales, A
                                                       offset});
 }
 
+void hop_encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words,
+                Index word_base, int width, std::int32_t limit, std::uint32_t shift, int rotations) {
+    check_lanes(width, limit);
+    check_rotations(rotations);
+    require(rotations != 0 && width <= 16, "blocks are rotated, in lanes of at most 16 bits");
+    kernels().hop_encode(batch(table, segments, lo, hi), {pointer<std::uint32_t>(scales),
+                                                          {pointer<std::uint32_t>(words), word_base},
+                                                          width,
+                                                          limit,
+                                                          shift,
+                                                          rotations});
+}
+
+void hop_fold(Address table, Address again, Index segments, Index lo, Index hi, Address parts, Index ranks,
+              Address shifts, Address out, Index word_base, Index lane_words, int width, std::int32_t limit,
+              int down) {
+    check_lanes(width, limit);
+    require(width <= 16, "lanes have at most 16 bits");
+    require(ranks >= 1 && lane_words >= 0, "ranks and lane_words must not be negative, nor ranks 0");
+    require(down >= 0 && down <= 30, "down outside 0 ... 30");
+    kernels().hop_fold(batch(table, segments, lo, hi),
+                       {pointer<const Segment>(again), pointer<const std::uint64_t>(parts), ranks,
+                        pointer<const std::uint32_t>(shifts), pointer<std::uint32_t>(out), word_base,
+                        lane_words, width, limit, down});
+}
+
 ExactArgs exact_args(Address scales, Address words, Index word_base, Index n, bool mean) {
     require(n >= 1 && n <= Index{1} << 29, "n outside 1 ... 2^29");
     return {pointer<const std::uint32_t>(scales), {pointer<std::uint32_t>(words), word_base}, n, mean};
@@ -319,6 +345,10 @@ NB_MODULE(_native, m) {
     m.def("decode", &g::decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "n"_a, "subtract"_a, "mean"_a, "stream"_a, "check"_a = 0, "energy"_a = 0,
           "ratios"_a = 0, "rotations"_a = 0, "offset"_a = 0, Released());
+    m.def("hop_encode", &g::hop_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
+          "word_base"_a, "width"_a, "limit"_a, "shift"_a, "rotations"_a, Released());
+    m.def("hop_fold", &g::hop_fold, "table"_a, "again"_a, "nseg"_a, "lo"_a, "hi"_a, "parts"_a, "ranks"_a,
+          "shifts"_a, "out"_a, "word_base"_a, "lane_words"_a, "width"_a, "limit"_a, "down"_a, Released());
     m.def("exact_encode", &g::exact_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
           "word_base"_a, "n"_a, Released());
     m.def("exact_decode", &g::exact_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
