@@ -128,7 +128,8 @@ def fold_all(steps: Sequence[Fold], sent: Sequence[Words], folded: Sequence[Word
     ValueError
         The ranks' words differ in number.
     """
-    if len({(step.blocks, one.size, out.size) for step, one, out in zip(steps, sent, folded, strict=True)}) > 1:
+    sizes = {(step.blocks, one.size, out.size) for step, one, out in zip(steps, sent, folded, strict=True)}
+    if len(sizes) > 1:
         message = f"ranks fold words of different sizes: {[one.size for one in sent]}"
         raise ValueError(message)
     steps[0].fold(0, steps[0].blocks, sent, folded[0])

@@ -201,16 +201,19 @@ def _combine(transfers: Sequence[Whole]) -> None:
             raise BackendError(f"virtual ranks make different reductions: {calls}")
         combine("own", [t.words for t in own], operation=head.operation, seed=head.seed)
     elif isinstance(head, Folding):
-        folds = [t for t in transfers if isinstance(t, Folding)]
-        for t in folds:
-            t.step.encode(0, t.step.blocks, t.sent)
-        fold_all([t.step for t in folds], [t.sent for t in folds], [t.folded for t in folds])
-        for t in folds:
-            t.step.decode(0, t.step.blocks, t.folded)
+        _fold([t for t in transfers if isinstance(t, Folding)])
     else:
         buffers = [t.buffer for t in transfers if isinstance(t, Broadcast)]
         for buffer in buffers:
             np.copyto(buffer, buffers[head.root])
+
+
+def _fold(transfers: Sequence[Folding]) -> None:
+    for t in transfers:
+        t.step.encode(0, t.step.blocks, t.sent)
+    fold_all([t.step for t in transfers], [t.sent for t in transfers], [t.folded for t in transfers])
+    for t in transfers:
+        t.step.decode(0, t.step.blocks, t.folded)
 
 
 def _check_lanes(words: Sequence[Words], lanes: Sequence[tuple[int, int, int]]) -> None:

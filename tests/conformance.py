@@ -175,6 +175,16 @@ ROWS = [
     ),
     Row(codec="rotated", bound=partial(bounds.rotated_bound, 8), **ROTATED),
     Row(codec="rotated:scales=predicted", bound=partial(bounds.rotated_bound, 8), **ROTATED),
+    *(
+        Row(
+            codec=codec,
+            bound=partial(bounds.rehop_bound, w),
+            conserves=False,
+            cost=32 / (32 // w),
+            **ROTATED | {"most": None},
+        )
+        for codec, w in (("rehop", 4), ("rehop:wire_bits=5,rotations=2", 5))
+    ),
     Row(
         codec="qsgd-mn",
         bound=_norm,

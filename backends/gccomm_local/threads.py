@@ -68,7 +68,7 @@ class LocalBackend:
     def fold_words(self, step: Fold, sent: Words, folded: Words, /) -> None:
         """Encode, fold over the ranks, and decode; `sent` and `folded` are memory for the words."""
         step.encode(0, step.blocks, sent)
-        self._meet(f"fold of {sent.size} words", (step, sent, folded), lambda all_: fold_all(*zip(*all_, strict=True)))
+        self._meet(f"fold of {sent.size} words", (step, sent, folded), _fold_all)
         step.decode(0, step.blocks, folded)
 
     def broadcast(self, buffer: Bytes, root: int, /) -> None:
@@ -137,6 +137,11 @@ def _reduce_each(brought: list[tuple[Literal["max", "sum"], Words]]) -> None:
         combine(kinds[0], arrays)
     else:
         combine_each(kinds, arrays)
+
+
+def _fold_all(brought: list[tuple[Fold, Words, Words]]) -> None:
+    steps, sent, folded = zip(*brought, strict=True)
+    fold_all(steps, sent, folded)
 
 
 def _group(size: int, family: Family) -> list[LocalBackend]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -35,9 +34,9 @@ class Rehop(Codec):
     Rank r sends q = (rint(y (2^(w-1) - 1) 2^16 / m_r) + D_r) >> 16 in lanes of w bits and m_r, the largest
     |y| of its own, y and D_r as of ``rotated``. The rank that a block belongs to takes the dithers off, adds
     up in float32 in the order of the ranks, and rounds the sum S in the same way, against max |S| and with a
-    dither of its own, which every rank takes off. So lanes hold one rank's values or the sum's, never the
-    worst case of n ranks: w does not grow with n. Unbiased; the variance is (sum of the m_r^2 + max |S|^2) /
-    (12 (2^(w-1) - 1)^2) a rotated coordinate.
+    dither of its own, which every rank takes off; what a single rank has is not rounded again. So lanes hold
+    one rank's values or the sum's, never the worst case of n ranks: w does not grow with n. Unbiased; the
+    variance is (sum of the m_r^2 + max |S|^2) / (12 (2^(w-1) - 1)^2) a rotated coordinate.
 
     Parameters
     ----------
@@ -100,13 +99,13 @@ class _Run:
         self.width, self.rotations = codec.wire_bits, codec.rotations
         self.limit = (2 ** (codec.wire_bits - 1) - 1) * FIXED_POINT
         n = ctx.size
-        self.down = (n - 1).bit_length() + 1  # a part reaches half a step beyond its scale
+        self.alone = n == 1  # what one rank has is rounded once
+        self.down = 0 if self.alone else (n - 1).bit_length() + 1  # parts reach half a step beyond scales
         self.shifts = np.array([rank_shift(r, n) for r in range(n)], dtype=np.uint32)
-        self.result = _with_keys(x, private_keys(x.keys, _AGAIN))
-        level = 2.0**self.down * FIXED_POINT / self.limit / (n if x.mean else 1)
+        self.result = _with_keys(x, x.keys if self.alone else private_keys(x.keys, _AGAIN))
+        level = 2.0**self.down * FIXED_POINT / self.limit
         self.ratios = np.full(x.blocks, level, dtype=np.float32)
         self.scales = np.empty(x.blocks, dtype=np.uint32)  # of the result
-        self.last = replace(ctx, size=1, measure=False)  # the sum has one dither
 
     def size(self, lo: int, hi: int) -> int:
         """Return the words of blocks ``lo`` to ``hi``."""
@@ -122,6 +121,9 @@ class _Run:
 
     def fold(self, lo: int, hi: int, parts: Sequence[Words], out: Words) -> None:
         """Write the lanes and scales of the sum of all ranks' blocks."""
+        if self.alone:
+            out[:] = parts[0]
+            return
         x = self.x
         addresses = np.array([kernels.address(part) for part in parts], dtype=np.uint64)
         kernels.hop_fold(
@@ -130,20 +132,33 @@ class _Run:
             self.width, self.limit, self.down,
         )  # fmt: skip
 
-    def decode(self, lo: int, hi: int, words: Words) -> None:
+    def decode(self, lo: int, hi: int, folded: Words) -> None:
         """Write the results."""
-        end = self.x.size(lo, hi)
-        self.scales[lo:hi] = words[end:]
-        self.result.decode(
-            lo, hi, words[:end], self.scales, self.width, 1, self.last,
-            subtract=True, ratios=self.ratios, rotations=self.rotations,
+        x, result = self.x, self.result
+        self.scales[lo:hi] = folded[x.size(lo, hi) :]
+        kernels.decode(
+            result.address, result.count, lo, hi, kernels.address(self.scales), kernels.address(folded),
+            int(x.offsets[lo]), self.width, 1, self.ctx.size, True, x.mean, self.ctx.stream,
+            ratios=kernels.address(self.ratios), rotations=self.rotations, dithers=1,
         )  # fmt: skip
+        if x.feedback:
+            self._restore(lo, hi)
+
+    def _restore(self, lo: int, hi: int) -> None:
+        """Keep the residuals of blocks that are not finite on some rank as they were."""
+        lost = lo + np.flatnonzero(self.x.nonfinite_scales(self.scales[lo:hi]))
+        unused = np.empty(words(self.width, BLOCK), dtype=np.uint32)
+        for block in lost.tolist():
+            self.x.encode(
+                block, block + 1, unused, self.scales, self.width, self.limit, self.ctx,
+                rotations=self.rotations,
+            )  # fmt: skip
 
 
 def _with_keys(x: Operand, keys: npt.NDArray[np.uint32]) -> Operand:
-    """Return an operand over the same blocks, rotated alike, with other noise; it divides by nothing."""
+    """Return an operand over the same blocks, rotated alike, with other noise."""
     made = copy(x)
-    made.table, made.mean = x.table.copy(), False
+    made.table = x.table.copy()
     made.table["key0"], made.table["key1"] = keys[:, 0], keys[:, 1]
     made.address = kernels.address(made.table)
     return made

@@ -99,13 +99,15 @@ def decode(
     ratios: int = 0,
     rotations: int = 0,
     offset: int = 0,
+    dithers: int = 0,
 ) -> None:
     """Turn summed lanes into results.
 
     `subtract` takes the shared dither off, `stream` writes results past the caches, `offset` is added to
     every sum, in units of 2**-15 levels. `energy` is the address of uint32[hi - lo] for the sum of squares of
     each block, in units of 2**(width - 11) levels, mod 2**32 (0 for lanes of 32 bits). `limit`, `ratios` and
-    `rotations` are those of :func:`encode`.
+    `rotations` are those of :func:`encode`. `dithers` is the number of ranks' dithers that are in a sum, 0
+    for `n`: a sum that was rounded again holds one.
     """
 
 def hop_encode(

@@ -86,10 +86,11 @@ void encode(Address table, Index segments, Index lo, Index hi, Address scales, A
 
 void decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
             int width, std::int32_t limit, Index n, bool subtract, bool mean, bool stream, Address check,
-            Address energy, Address ratios, int rotations, std::int32_t offset) {
+            Address energy, Address ratios, int rotations, std::int32_t offset, Index dithers) {
     check_lanes(width, ratios == 0 ? limit : 1);
     check_rotations(rotations);
     require_ranks(n);
+    require(dithers >= 0 && dithers <= n, "dithers outside 0 ... n");
     kernels().decode(batch(table, segments, lo, hi), {pointer<const std::uint32_t>(scales),
                                                       {pointer<std::uint32_t>(words), word_base},
                                                       width,
@@ -102,7 +103,8 @@ void decode(Address table, Index segments, Index lo, Index hi, Address scales, A
                                                       pointer<std::uint32_t>(energy),
                                                       pointer<const float>(ratios),
                                                       rotations,
-                                                      offset});
+                                                      offset,
+                                                      dithers == 0 ? n : dithers});
 }
 
 void hop_encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words,
@@ -344,7 +346,7 @@ NB_MODULE(_native, m) {
           "maxima"_a = 0, "subtract"_a = false, "grid"_a = 0, "gains"_a = 0, Released());
     m.def("decode", &g::decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "n"_a, "subtract"_a, "mean"_a, "stream"_a, "check"_a = 0, "energy"_a = 0,
-          "ratios"_a = 0, "rotations"_a = 0, "offset"_a = 0, Released());
+          "ratios"_a = 0, "rotations"_a = 0, "offset"_a = 0, "dithers"_a = 0, Released());
     m.def("hop_encode", &g::hop_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
           "word_base"_a, "width"_a, "limit"_a, "shift"_a, "rotations"_a, Released());
     m.def("hop_fold", &g::hop_fold, "table"_a, "again"_a, "nseg"_a, "lo"_a, "hi"_a, "parts"_a, "ranks"_a,

@@ -82,6 +82,7 @@ struct DecodeArgs {
     const float* ratios;    // of the whole batch, or null
     int rotations;
     std::int32_t offset;
+    std::int64_t dithers;  // whose sum is taken off: n, or 1 where sums were rounded again
 };
 
 // Blocks rounded against their own scales.

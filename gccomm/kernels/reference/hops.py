@@ -5,13 +5,11 @@ Under NumPy only: no compiled graph can reduce with it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from gccomm.kernels.reference.energies import wide_word
-from gccomm.kernels.reference.namespace import power_of_two, quiet, view
+from gccomm.kernels.reference.namespace import Array, power_of_two, quiet, view
 from gccomm.kernels.reference.packing import pack, unpack
 from gccomm.kernels.reference.quantise import check_limit
 from gccomm.kernels.reference.scales import nonfinite, pattern_times_power, split_scale
@@ -82,13 +80,13 @@ def hop_fold(
     power = np.where(largest != 0, top - down, 0)
     sums = wide_word(largest, power) if wide else pattern_times_power(np, largest, power)
     sums = np.where(largest == 0, np.uint32(0), sums).astype(np.uint32)
-    rounded = _round(total, sums, again, power, width=width, limit=limit, wide=wide)
+    rounded = _round(total, sums, again, power, limit, wide)
     special = np.uint32(0x7FF80000 if wide else 0x7FC00000)
     return pack(np, np.where((sums != 0)[:, None], rounded, 0), width), np.where(bad, special, sums)
 
 
 def _round(
-    total: Any, scales: Words, hashes: Words, power: Any, *, width: int, limit: int, wide: bool
+    total: Array, scales: Words, hashes: Words, power: Array, limit: int, wide: bool
 ) -> npt.NDArray[np.int32]:
     """Return the sums, times 2^power, as integers in steps of their scales."""
     mantissa, exponent = split_scale(np, scales, wide)
@@ -96,4 +94,5 @@ def _round(
     scaled = total * power_of_two(np, shift, False)[:, None]
     scaled = scaled * (np.float32(limit) / mantissa)[:, None]
     y = np.rint(np.clip(scaled, -limit, limit)).astype(np.int32)
-    return (y + view(hashes >> 16, np.int32)) >> 16
+    rounded: npt.NDArray[np.int32] = (y + view(hashes >> 16, np.int32)) >> 16
+    return rounded
