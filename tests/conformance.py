@@ -151,6 +151,7 @@ ROWS = [
         for w in (2, 5, 8, 16)
     ),
     Row(codec="uniform:scales=predicted", bound=_uniform, most=127 << 16),
+    Row(codec="uniform:widening=true", bound=_uniform, most=127 << 16),
     Row(
         codec="uniform",
         name="two words",
@@ -170,6 +171,11 @@ ROWS = [
     ),
     Row(
         codec="rotated:wire_bits=4,headroom=clipped",
+        bound=partial(bounds.clipped_bound, 4),
+        **ROTATED | {"most": 7 << 16, "cost": 4, "unbiased": False, "noisy": True},
+    ),
+    Row(
+        codec="rotated:wire_bits=4,headroom=clipped,widening=true",
         bound=partial(bounds.clipped_bound, 4),
         **ROTATED | {"most": 7 << 16, "cost": 4, "unbiased": False, "noisy": True},
     ),

@@ -89,7 +89,7 @@ def get_codec(codec: str | dict[str, Any] | Codec, **options: Any) -> Codec:
     >>> get_codec("uniform", wire_bits=4)
     Uniform(wire_bits=4)
     >>> get_codec("uniform:wire_bits=5").config()
-    {'id': 'uniform', 'wire_bits': 5, 'scales': 'agreed'}
+    {'id': 'uniform', 'wire_bits': 5, 'scales': 'agreed', 'widening': False}
     """
     if isinstance(codec, Codec):
         if options:

@@ -39,6 +39,7 @@ try:
         reduce_op,
         saturating_add,
         set_isa,
+        widen_lanes,
     )
 except ImportError as error:
     _message = (
@@ -82,4 +83,5 @@ __all__ = [
     "reduce_op",
     "saturating_add",
     "set_isa",
+    "widen_lanes",
 ]

@@ -163,6 +163,30 @@ def hop_fold(
         No such width up to 16 or limit, no rank, or `down` outside 0 to 30.
     """
 
+def widen_lanes(
+    table: int,
+    nseg: int,
+    lo: int,
+    hi: int,
+    parts: int,
+    ranks: int,
+    out: int,
+    word_base: int,
+    narrow: int,
+    width: int,
+    padded: bool,
+) -> None:
+    """Add up lanes of `narrow` bits, and write the sums in lanes of `width` bits.
+
+    `parts` is the address of the addresses (uint64) of the ranks' words, `word_base` the offset of the first
+    narrow word in the batch; `padded` says that blocks travel as multiples of 64 coordinates.
+
+    Raises
+    ------
+    ValueError
+        No such widths up to 16, or no rank.
+    """
+
 def exact_encode(
     table: int, nseg: int, lo: int, hi: int, scales: int, words: int, word_base: int, n: int
 ) -> None:

@@ -14,10 +14,27 @@ namespace gccomm::GCCOMM_LEVEL {
 extern const Kernels kernels;
 
 const Kernels kernels = {
-    maxima,         encode,       decode,          hop_encode,           hop_fold,
-    exact_encode,   exact_decode, int_range,       int_encode,           int_decode,
-    float_encode,   float_decode, nonfinite,       add_halves<BFloat16>, add_halves<Float16>,
-    saturating_add, exponent_add, exponent_encode, exponent_decode,      join_parts,
+    maxima,
+    encode,
+    decode,
+    hop_encode,
+    hop_fold,
+    widen_lanes,
+    exact_encode,
+    exact_decode,
+    int_range,
+    int_encode,
+    int_decode,
+    float_encode,
+    float_decode,
+    nonfinite,
+    add_halves<BFloat16>,
+    add_halves<Float16>,
+    saturating_add,
+    exponent_add,
+    exponent_encode,
+    exponent_decode,
+    join_parts,
 };
 
 }  // namespace gccomm::GCCOMM_LEVEL

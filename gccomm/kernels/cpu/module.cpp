@@ -133,6 +133,17 @@ void hop_fold(Address table, Address again, Index segments, Index lo, Index hi, 
                         lane_words, width, limit, down});
 }
 
+void widen_lanes(Address table, Index segments, Index lo, Index hi, Address parts, Index ranks, Address out,
+                 Index word_base, int from, int to, bool padded) {
+    check_lanes(from, 1);
+    check_lanes(to, 1);
+    require(from <= to && to <= 16, "lanes widen, to at most 16 bits of width");
+    require(ranks >= 1, "ranks must be positive");
+    kernels().widen_lanes(batch(table, segments, lo, hi),
+                          {pointer<const std::uint64_t>(parts), ranks, pointer<std::uint32_t>(out), word_base,
+                           from, to, padded});
+}
+
 ExactArgs exact_args(Address scales, Address words, Index word_base, Index n, bool mean) {
     require(n >= 1 && n <= Index{1} << 29, "n outside 1 ... 2^29");
     return {pointer<const std::uint32_t>(scales), {pointer<std::uint32_t>(words), word_base}, n, mean};
@@ -351,6 +362,8 @@ NB_MODULE(_native, m) {
           "word_base"_a, "width"_a, "limit"_a, "shift"_a, "rotations"_a, Released());
     m.def("hop_fold", &g::hop_fold, "table"_a, "again"_a, "nseg"_a, "lo"_a, "hi"_a, "parts"_a, "ranks"_a,
           "shifts"_a, "out"_a, "word_base"_a, "lane_words"_a, "width"_a, "limit"_a, "down"_a, Released());
+    m.def("widen_lanes", &g::widen_lanes, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "parts"_a, "ranks"_a, "out"_a,
+          "word_base"_a, "narrow"_a, "width"_a, "padded"_a, Released());
     m.def("exact_encode", &g::exact_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
           "word_base"_a, "n"_a, Released());
     m.def("exact_decode", &g::exact_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,

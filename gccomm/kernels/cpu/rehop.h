@@ -144,6 +144,26 @@ class HopFolder {
     u32 noise_[kBlock];
 };
 
+// The sums of narrow lanes, in wide ones.
+inline void widen_lanes(const Batch& batch, const WidenArgs& args) {
+    Integers q, sum;
+    zero_after(sum, 0);
+    u32* out = args.out;
+    for (Cursor<LaneWords> c(batch, LaneWords(args.from, args.padded)); c.next();) {
+        const int n = args.padded ? padded(c.block.length) : c.block.length;
+        const i64 at = c.word - args.base;
+        unpack(args.from, reinterpret_cast<const u32*>(args.parts[0]) + at, c.words, sum);
+        for (i64 r = 1; r < args.ranks; r++) {
+            unpack(args.from, reinterpret_cast<const u32*>(args.parts[r]) + at, c.words, q);
+            for (int i = 0; i < n; i += kLanes) store(sum.at + i, load<I>(sum.at + i) + load<I>(q.at + i));
+        }
+        zero_after(sum, n);
+        const int count = words_of(n, args.to);
+        pack(args.to, sum, count, out);
+        out += count;
+    }
+}
+
 inline void hop_fold(const Batch& batch, const HopFoldArgs& args) {
     const FloatEnvironment environment;
     HopFolder folder(args);

@@ -108,6 +108,16 @@ struct HopFoldArgs {
     int down;  // the sum's scale is that of 2^-down of it
 };
 
+// Narrow lanes of all ranks for some blocks, and the wide ones that hold their sums.
+struct WidenArgs {
+    const std::uint64_t* parts;  // addresses, in the order of the ranks
+    std::int64_t ranks;
+    std::uint32_t* out;
+    std::int64_t base;  // offset of the first block's narrow words in the batch
+    int from, to;       // lane widths
+    bool padded;        // whether blocks travel as multiples of 64
+};
+
 struct ExactArgs {
     const std::uint32_t* scales;
     Words words;
@@ -159,6 +169,7 @@ struct Kernels {
     void (*decode)(const Batch&, const DecodeArgs&);
     void (*hop_encode)(const Batch&, const HopEncodeArgs&);
     void (*hop_fold)(const Batch&, const HopFoldArgs&);
+    void (*widen_lanes)(const Batch&, const WidenArgs&);
     void (*exact_encode)(const Batch&, const ExactArgs&);
     void (*exact_decode)(const Batch&, const ExactArgs&);
     void (*int_range)(const Segment* table, std::int64_t segments, std::uint32_t* out);

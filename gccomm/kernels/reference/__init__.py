@@ -24,7 +24,7 @@ from gccomm.kernels.reference.energies import encoded_maxima, maxima_and_energie
 from gccomm.kernels.reference.exact import exact_decode, exact_encode
 from gccomm.kernels.reference.floats import float_decode, float_encode
 from gccomm.kernels.reference.hashing import block_keys, check_words, coordinate_hash, fmix
-from gccomm.kernels.reference.hops import hop_fold
+from gccomm.kernels.reference.hops import hop_fold, widen_lanes
 from gccomm.kernels.reference.integers import integer_decode, integer_encode, integer_range
 from gccomm.kernels.reference.operations import (
     exponent_add,
@@ -93,4 +93,5 @@ __all__ = [
     "usable",
     "wide_sums",
     "widen",
+    "widen_lanes",
 ]

@@ -14,7 +14,7 @@ from gccomm.kernels.reference.packing import pack, unpack
 from gccomm.kernels.reference.quantise import check_limit
 from gccomm.kernels.reference.scales import nonfinite, pattern_times_power, split_scale
 
-__all__ = ["hop_fold"]
+__all__ = ["hop_fold", "widen_lanes"]
 
 Words = npt.NDArray[np.uint32]
 
@@ -96,3 +96,25 @@ def _round(
     y = np.rint(np.clip(scaled, -limit, limit)).astype(np.int32)
     rounded: npt.NDArray[np.int32] = (y + view(hashes >> 16, np.int32)) >> 16
     return rounded
+
+
+def widen_lanes(words: Words, narrow: int, width: int, length: int) -> Words:
+    """Add up the lanes of all ranks, and pack the sums in wider ones.
+
+    Parameters
+    ----------
+    words : array of uint32, shape (ranks, blocks, words)
+        Packed lanes of `narrow` bits.
+    narrow, width : int
+        Lane widths before and after.
+    length : int
+        Coordinates a block.
+
+    Returns
+    -------
+    array of uint32, shape (blocks, words)
+        The sum mod 2^32 of what the ranks' words in wide lanes would be.
+    """
+    total = sum(unpack(np, part, narrow, length) for part in words)
+    wide: Words = pack(np, np.asarray(total), width)
+    return wide
