@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fold"]
 
+AHEAD = 4  # segments of each share that are sent before the first one is folded
 _PART_TAG, _RESULT_TAG = 4, 5
 
 Words = npt.NDArray[np.uint32]
@@ -86,7 +87,7 @@ class _Fold:
         self.coming: list[list[Any]] = []  # the receives of those
         self.results: dict[int, list[Any]] = {}  # receives of the others' shares, folded
         self.decoded = dict.fromkeys(self.peers, 0)
-        self.folded = 0
+        self.encoded = self.folded = 0  # segments of each share, and of this rank's own
         self.going: list[Any] = []
 
     def _segments(self, lo: int, hi: int, sent: Words, folded: Words) -> Iterator[_Segment]:
@@ -101,13 +102,14 @@ class _Fold:
     def all(self) -> None:
         """Run it."""
         self._expect()
-        for number in range(max(map(len, self.shares))):
-            self._encode(number)
-            self._go_on(number + 1)
-        ends = len(self.mine)
-        while not self._complete():
-            self.channel.until(self._something, self.name)
-            self._go_on(ends)
+        rows = max(map(len, self.shares))
+        while self.encoded < rows or not self._complete():
+            if self.encoded < rows and (self.encoded < self.folded + AHEAD or self.folded == len(self.mine)):
+                self._encode(self.encoded)
+                self.encoded += 1
+            else:
+                self.channel.until(self._something, self.name)
+            self._go_on()
         for request in self.going:
             self.channel.complete(request, self.name)
 
@@ -141,20 +143,23 @@ class _Fold:
         self.going.append(self.channel.comm.Isend((words, MPI.UINT32_T), rank, tag))
 
     def _something(self) -> bool:
-        """Tell whether a part or a result has come with which there is something to do."""
-        return self._foldable(len(self.mine)) or any(self._decodable(peer) for peer in self.peers)
+        """Tell whether something has come of what is needed next; one call of MPI for all of it."""
+        next_ = list(self.coming[self.folded]) if self.folded < len(self.mine) else []
+        for peer, at in self.decoded.items():
+            next_ += self.results[peer][at : at + 1]
+        return bool(MPI.Request.Testsome(next_))
 
-    def _foldable(self, encoded: int) -> bool:
+    def _foldable(self) -> bool:
         at = self.folded
-        return at < min(encoded, len(self.mine)) and MPI.Request.Testall(self.coming[at])
+        return at < min(self.encoded, len(self.mine)) and MPI.Request.Testall(self.coming[at])
 
     def _decodable(self, peer: int) -> bool:
         at, requests = self.decoded[peer], self.results[peer]
         return at < len(requests) and bool(requests[at].Test())
 
-    def _go_on(self, encoded: int) -> None:
-        """Fold and decode what has come; the first ``encoded`` segments of this rank's share are encoded."""
-        while self._foldable(encoded):
+    def _go_on(self) -> None:
+        """Fold and decode what has come."""
+        while self._foldable():
             segment = self.mine[self.folded]
             self.step.fold(segment.lo, segment.hi, self.parts[self.folded], segment.folded)
             for peer in self.peers:
