@@ -33,7 +33,15 @@ from mpi4py import MPI
 
 import gccomm
 
-CODECS = ("raw", "bf16", "uniform:wire_bits=8", "uniform:wire_bits=5", "rotated:wire_bits=8")
+CODECS = (
+    "raw",
+    "bf16",
+    "uniform:wire_bits=8",
+    "uniform:wire_bits=5",
+    "rotated:wire_bits=8",
+    "rehop:wire_bits=5",
+    "rehop:wire_bits=4",
+)
 WORDS = "MPI_Allreduce, a byte a coordinate"
 HEADER = (
     f"{'size(B)':>11} {'count':>10} {'type':>9}  {'way':<36} {'wire_bytes':>11} {'time(us)':>10} "

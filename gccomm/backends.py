@@ -58,6 +58,8 @@ class Backend(Protocol):
     Two attributes serve asynchronous calls, which are made by a second thread, never two at a time:
     ``background``, set to True while the program computes meanwhile, so that waits should leave it the core;
     and ``no_threads``, a text that says why no second thread may call, if none may.
+    complete). Where `operations` holds "fold" it has ``fold_words(step, sent, folded)``: it encodes, folds
+    over the ranks and decodes as a :class:`gccomm.steps.Fold` says, in memory for the words before and after.
 
     All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
     arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:

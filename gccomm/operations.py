@@ -21,14 +21,30 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm.noise import GOLDEN, MASK32, fmix
+from gccomm.steps import Fold
 
-__all__ = ["OPERATIONS", "SATURATING_WIDTHS", "addition_seed", "check_operation", "reduce_parts"]
+__all__ = [
+    "FOLD",
+    "OPERATIONS",
+    "PROVIDED",
+    "SATURATING_WIDTHS",
+    "addition_seed",
+    "check_operation",
+    "fold_all",
+    "reduce_parts",
+]
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 _Add: TypeAlias = Callable[[Words, Words, Words, int], None]
 
 SATURATING_WIDTHS = (2, 3, 4, 5, 6, 8, 10, 16)
 OPERATIONS = frozenset({"exponent", *(f"saturate:{width}" for width in SATURATING_WIDTHS)})
+
+FOLD = "fold"
+"""The reduction in two hops by a codec's own arithmetic, :class:`gccomm.steps.Fold`."""
+
+PROVIDED = OPERATIONS | {FOLD}
+"""What gccomm's own back ends have."""
 
 
 def check_operation(operation: str, seed: int) -> None:
@@ -95,3 +111,27 @@ def _add_exponents(start: int, a: Words, b: Words, out: Words, seed: int) -> Non
     from gccomm.kernels import address, exponent_add
 
     exponent_add(address(a), address(b), address(out), out.size, seed, start)
+
+
+def fold_all(steps: Sequence[Fold], sent: Sequence[Words], folded: Sequence[Words]) -> None:
+    """Fold the encoded words of all ranks, which lie in one process, and give every rank the result.
+
+    Parameters
+    ----------
+    steps : sequence of Fold
+        One per rank.
+    sent, folded : sequence of array of uint32
+        Each rank's own words, and where the result's go.
+
+    Raises
+    ------
+    ValueError
+        The ranks' words differ in number.
+    """
+    sizes = {(step.blocks, one.size, out.size) for step, one, out in zip(steps, sent, folded, strict=True)}
+    if len(sizes) > 1:
+        message = f"ranks fold words of different sizes: {[one.size for one in sent]}"
+        raise ValueError(message)
+    steps[0].fold(0, steps[0].blocks, sent, folded[0])
+    for out in folded[1:]:
+        np.copyto(out, folded[0])

@@ -11,8 +11,8 @@ from gccomm import kernels
 from gccomm.errors import BackendError
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.stats import Stats
-from gccomm.steps import Agree, Buffer, Energies, FloatSum, LaneSum, OpSum, Sum, Words
-from gccomm.transfers import Combine, FloatAdd, LaneAdd, Maximum, Whole, WordAdd
+from gccomm.steps import Agree, Buffer, Energies, FloatSum, Fold, LaneSum, OpSum, Sum, Words
+from gccomm.transfers import Combine, FloatAdd, Folding, LaneAdd, Maximum, Whole, WordAdd
 
 __all__ = ["MASK", "Moves", "Piece", "Wire", "scratch"]
 
@@ -143,6 +143,9 @@ class Piece:
             elif own := pending(mine, OpSum):
                 for r in own:
                     yield from self._combine(r)
+            elif folds := pending(mine, Fold):
+                for r in folds:
+                    yield from self._fold(r)
             else:
                 return
 
@@ -210,4 +213,13 @@ class Piece:
         yield from self.wire.move(Combine(words, step.operation, step.seed), words.nbytes)
         step.decode(words)
         self.wire.stats.decode_s += self.wire.lap()
+        r.answer(None)
+
+    def _fold(self, r: Running) -> Moves:
+        step = r.step
+        assert isinstance(step, Fold)
+        sent, folded = step.sent(0, step.blocks), step.folded(0, step.blocks)
+        words = self.words if sent + folded <= len(self.words) else scratch(sent + folded)
+        move = Folding(step, words[:sent], words[sent : sent + folded])
+        yield from self.wire.move(move, 2 * (sent + folded))  # either half goes over the wire once
         r.answer(None)

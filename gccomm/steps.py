@@ -9,7 +9,7 @@ codec cannot tell which.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -22,6 +22,7 @@ __all__ = [
     "Energies",
     "FloatName",
     "FloatSum",
+    "Fold",
     "LaneSum",
     "Lanes",
     "OpSum",
@@ -181,5 +182,27 @@ class LaneSum:
     alive: Any
 
 
-Step: TypeAlias = Agree | Energies | Sum | Redo | FloatSum | OpSum | LaneSum
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Reduction of ``blocks`` blocks by arithmetic of the codec's own, in two hops: the words of all ranks
+    for a block come together on one rank, which makes those of the result of them, and these go to all.
+
+    ``encode(lo, hi, out)`` writes this rank's ``sent(lo, hi)`` words of blocks lo to hi. ``fold(lo, hi,
+    parts, out)`` makes ``folded(lo, hi)`` words of the parts of all ranks, in the order of the ranks, and
+    ``decode(lo, hi, words)`` reads those. Either number of words is the sum of those of single blocks, at
+    most ``most`` for one. Every block is encoded once, before it is decoded; cuts may fall between any two,
+    on all ranks alike. ``fold`` gives the same words on every rank, for any cut, and may be called where a
+    block is not this rank's own.
+    """
+
+    blocks: int
+    most: int
+    sent: Callable[[int, int], int]
+    folded: Callable[[int, int], int]
+    encode: Callable[[int, int, Words], None]
+    fold: Callable[[int, int, Sequence[Words], Words], None]
+    decode: Callable[[int, int, Words], None]
+
+
+Step: TypeAlias = Agree | Energies | Sum | Redo | FloatSum | OpSum | LaneSum | Fold
 Steps: TypeAlias = Generator[Step, Words | None, Any]

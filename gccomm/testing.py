@@ -14,11 +14,21 @@ from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome
 from gccomm.errors import BackendError
 from gccomm.layout import PIECE_COORDINATES
-from gccomm.operations import OPERATIONS
+from gccomm.operations import PROVIDED, fold_all
 from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.stats import Stats
 from gccomm.steps import Words
-from gccomm.transfers import Broadcast, Combine, FloatAdd, Maximum, Transfer, Whole, WordAdd, at_once
+from gccomm.transfers import (
+    Broadcast,
+    Combine,
+    FloatAdd,
+    Folding,
+    Maximum,
+    Transfer,
+    Whole,
+    WordAdd,
+    at_once,
+)
 
 __all__ = ["run", "simulate", "simulate_steps"]
 
@@ -118,7 +128,7 @@ def _steps(
     steps: int,
     one_host: bool,
 ) -> Iterator[tuple[int, Sequence[Any], list[Any], list[Stats]]]:
-    places = [Place(rank, len(reductions), one_host, OPERATIONS) for rank in range(len(reductions))]
+    places = [Place(rank, len(reductions), one_host, PROVIDED) for rank in range(len(reductions))]
     inputs = first
     for step in range(steps):
         if callable(xs) and step:
@@ -193,12 +203,22 @@ def _combine(transfers: Sequence[Whole]) -> None:
             calls = [f"{t.operation}, seed {t.seed}" for t in own]
             raise BackendError(f"virtual ranks make different reductions: {calls}")
         combine("own", [t.words for t in own], operation=head.operation, seed=head.seed)
+    elif isinstance(head, Folding):
+        _fold([t for t in transfers if isinstance(t, Folding)])
     elif isinstance(head, Broadcast):
         buffers = [t.buffer for t in transfers if isinstance(t, Broadcast)]
         for buffer in buffers:
             np.copyto(buffer, buffers[head.root])
     else:
         raise BackendError(f"virtual ranks share no memory to reduce through: {head!r}")
+
+
+def _fold(transfers: Sequence[Folding]) -> None:
+    for t in transfers:
+        t.step.encode(0, t.step.blocks, t.sent)
+    fold_all([t.step for t in transfers], [t.sent for t in transfers], [t.folded for t in transfers])
+    for t in transfers:
+        t.step.decode(0, t.step.blocks, t.folded)
 
 
 def _check_lanes(words: Sequence[Words], lanes: Sequence[tuple[int, int, int]]) -> None:

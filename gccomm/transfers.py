@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from gccomm.backends import Backend
-from gccomm.steps import Buffer, FloatName, Words
+from gccomm.steps import Buffer, FloatName, Fold, Words
 
 __all__ = [
     "Broadcast",
     "Combine",
     "Finish",
     "FloatAdd",
+    "Folding",
     "LaneAdd",
     "Maximum",
     "Start",
@@ -70,6 +71,17 @@ class Combine:
 
 
 @dataclass(frozen=True, slots=True)
+class Folding:
+    """A :class:`gccomm.steps.Fold`, encoding and decoding included, in memory for this rank's words and for
+    those of the result.
+    """
+
+    step: Fold
+    sent: Words
+    folded: Words
+
+
+@dataclass(frozen=True, slots=True)
 class Broadcast:
     """Bytes of rank ``root`` to every rank, in place."""
 
@@ -89,7 +101,7 @@ class LaneAdd:
     seconds: tuple[float, float] = (0.0, 0.0)
 
 
-Whole: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Broadcast | LaneAdd
+Whole: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Folding | Broadcast | LaneAdd
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +161,8 @@ def execute(transfer: Transfer, backend: Backend) -> Any:
             backend.sum_floats(transfer.send, transfer.recv, transfer.dtype)
         case Combine():
             backend.combine_words(transfer.words, transfer.operation, transfer.seed)
+        case Folding():
+            backend.fold_words(transfer.step, transfer.sent, transfer.folded)  # type: ignore[attr-defined]
         case Broadcast():
             backend.broadcast(transfer.buffer, transfer.root)
         case LaneAdd():

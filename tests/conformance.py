@@ -151,6 +151,7 @@ ROWS = [
         for w in (2, 5, 8, 16)
     ),
     Row(codec="uniform:scales=predicted", bound=_uniform, most=127 << 16),
+    Row(codec="uniform:widening=true", bound=_uniform, most=127 << 16),
     Row(
         codec="uniform",
         name="two words",
@@ -173,8 +174,23 @@ ROWS = [
         bound=partial(bounds.clipped_bound, 4),
         **ROTATED | {"most": 7 << 16, "cost": 4, "unbiased": False, "noisy": True},
     ),
+    Row(
+        codec="rotated:wire_bits=4,headroom=clipped,widening=true",
+        bound=partial(bounds.clipped_bound, 4),
+        **ROTATED | {"most": 7 << 16, "cost": 4, "unbiased": False, "noisy": True},
+    ),
     Row(codec="rotated", bound=partial(bounds.rotated_bound, 8), **ROTATED),
     Row(codec="rotated:scales=predicted", bound=partial(bounds.rotated_bound, 8), **ROTATED),
+    *(
+        Row(
+            codec=codec,
+            bound=partial(bounds.rehop_bound, w),
+            conserves=False,
+            cost=32 / (32 // w),
+            **ROTATED | {"most": None},
+        )
+        for codec, w in (("rehop", 4), ("rehop:wire_bits=5,rotations=2", 5))
+    ),
     Row(
         codec="qsgd-mn",
         bound=_norm,

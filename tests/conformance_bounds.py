@@ -248,6 +248,21 @@ def rotated_bound(width: int, xs: Sequence[Any], dtype: str) -> Array:
     return np.asarray((steps + norms * 2.0**-19 + 64 * dust(m, "float32"))[blocks])
 
 
+def rehop_bound(width: int, xs: Sequence[Any], dtype: str) -> Array:
+    """Half a step of every rank's own scale, and half one of the sum's, in each rotated coordinate; and
+    float32's rounding of the rotations.
+    """
+    n, blocks, levels = len(xs), block_numbers(xs[0]), (1 << (width - 1)) - 1
+    m = scale_word(largest_rotated(xs), dtype)
+    hop = n / 2 * m / levels
+    last = scale_word(n * m + hop, dtype) / 2 / levels
+    down = Wide(2.0) ** ((n - 1).bit_length() + 1)  # scales are those of so small a part of the sum
+    rounding = 32 * down * (dust(m, dtype) if dtype != "float64" else 2.0**-1042 * (m > 0))
+    steps = (hop + last + rounding) * (1 + 2.0**-10) * np.sqrt(carried(blocks))
+    norms = block_norms(wide(xs), blocks).sum(axis=0)
+    return np.asarray((steps + norms * 2.0**-19 + 64 * dust(m, "float32"))[blocks])
+
+
 def clipped_bound(width: int, xs: Sequence[Any], dtype: str) -> Array:
     """Half a step a rank, and at most twice what a rank has: what clamps take off, and what gains add."""
     blocks = block_numbers(xs[0])

@@ -16,7 +16,7 @@ from gccomm.lanes import rank_shift
 from gccomm.layout import LeafSpec
 from gccomm.operand import CUT_BLOCKS, Operand
 from gccomm.plan import Plan
-from gccomm.steps import Agree, Context, Energies, FloatSum, OpSum, Redo, Sum
+from gccomm.steps import Agree, Context, Energies, FloatSum, Fold, OpSum, Redo, Sum
 from tests.conformance_bounds import Array
 
 GUARD = 64  # bytes before and behind every buffer
@@ -167,6 +167,8 @@ class Ranks:
             self._floats(steps)
         elif isinstance(head, OpSum):
             self._own(steps)
+        elif isinstance(head, Fold):
+            self._fold(steps)
         else:
             spans = head.spans if isinstance(head, Redo) else self._cuts(head, x)
             assert isinstance(head, Sum | Redo)
@@ -240,3 +242,26 @@ class Ranks:
         self.sent.append(Sent("OpSum", sent, words[0].array.copy()))
         for step, out in zip(steps, words, strict=True):
             step.decode(out.array)
+
+    def _fold(self, steps: Sequence[Any]) -> None:
+        """Fold each block by itself, where every rank in turn does it."""
+        blocks, sent, folded = steps[0].blocks, [], []
+        for b in range(blocks):
+            parts = [Guarded(step.sent(b, b + 1), np.uint32) for step in steps]
+            for step, part in zip(steps, parts, strict=True):
+                step.encode(b, b + 1, part.array)
+                part.check("words of a fold")
+            copies = [part.array.copy() for part in parts]
+            outs = [Guarded(step.folded(b, b + 1), np.uint32) for step in steps]
+            for step, out in zip(steps, outs, strict=True):
+                step.fold(b, b + 1, [part.array for part in parts], out.array)
+                out.check("folded words")
+                np.testing.assert_array_equal(out.array, outs[0].array)
+            assert max(copies[0].size, outs[0].array.size) <= steps[0].most
+            sent.append(copies)
+            folded.append(outs[0].array)
+        for b, out in enumerate(folded):
+            for step in steps:
+                step.decode(b, b + 1, out.copy())
+        words = [np.concatenate([copies[r] for copies in sent]) for r in range(self.size)]
+        self.sent.append(Sent("Fold", words, np.concatenate(folded)))

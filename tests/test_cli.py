@@ -99,7 +99,7 @@ def test_codecs_json(capsys: pytest.CaptureFixture[str]) -> None:
         8 + 32 / 1024, abs=0.001
     )  # a lane and a share of the block's scale
     assert (uniform["sums_as"], uniform["rounding"]) == ("integer lanes", "unbiased")
-    assert uniform["options"] == {"wire_bits": 8, "scales": "agreed"}
+    assert uniform["options"] == {"wire_bits": 8, "scales": "agreed", "widening": False}
     assert all(info["description"] and not info["problem"] for info in found.values())
 
 

@@ -232,7 +232,7 @@ def test_installed_packages_add_codecs(tmp_path: Path, monkeypatch: pytest.Monke
     assert "gccomm_test_plugin" not in sys.modules  # listing imports nothing
     codec = get_codec("test-installed:wire_bits=4")
     assert type(codec).__module__ == "gccomm_test_plugin"
-    assert codec.config() == {"id": "test-installed", "wire_bits": 4, "scales": "agreed"}
+    assert codec.config() == {"id": "test-installed", "wire_bits": 4, "scales": "agreed", "widening": False}
     ys, _ = testing.simulate([np.ones(2000, np.float32)] * 2, "test-installed")
     np.testing.assert_allclose(ys[0], 2, rtol=0.02)
     with pytest.raises(UnknownCodecError, match="did you mean 'test-installed'"):

@@ -130,6 +130,7 @@ def test_options() -> None:
     codec = gccomm.get_codec("rotated")
     assert codec.config() == {
         "id": "rotated", "wire_bits": 8, "headroom": "auto", "rotations": 1, "scales": "agreed",
+        "widening": False,
     }  # fmt: skip
     assert (
         repr(gccomm.get_codec("rotated:wire_bits=5,headroom=safe")) == "Rotated(wire_bits=5, headroom='safe')"

@@ -201,7 +201,7 @@ def test_any_kind_of_integer_is_a_width() -> None:
     four: Any = np.int64(4)
     codec = Uniform(four)
     assert codec == Uniform(4)
-    assert codec.config() == {"id": "uniform", "wire_bits": 4, "scales": "agreed"}
+    assert codec.config() == {"id": "uniform", "wire_bits": 4, "scales": "agreed", "widening": False}
     assert codec.fingerprint == Uniform(4).fingerprint
 
 

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from gccomm.backends import Activity, Backend, Bytes, FloatName, Patience, Words
 from gccomm.errors import BackendError
-from gccomm.operations import OPERATIONS, check_operation
+from gccomm.operations import PROVIDED, check_operation, fold_all
+from gccomm.steps import Fold
 from gccomm_local.meeting import Family, Meeting
 from gccomm_local.reduction import combine, combine_each
 
@@ -25,7 +26,7 @@ class LocalBackend:
 
     name = "local"
     one_host = True
-    operations = OPERATIONS
+    operations = PROVIDED
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = rank
@@ -63,6 +64,12 @@ class LocalBackend:
             combine("own", arrays, operation=operation, seed=seed)
 
         self._meet(f"reduction `{operation}` of {words.size} words, seed {seed}", words, work)
+
+    def fold_words(self, step: Fold, sent: Words, folded: Words, /) -> None:
+        """Encode, fold over the ranks, and decode; `sent` and `folded` are memory for the words."""
+        step.encode(0, step.blocks, sent)
+        self._meet(f"fold of {sent.size} words", (step, sent, folded), _fold_all)
+        step.decode(0, step.blocks, folded)
 
     def broadcast(self, buffer: Bytes, root: int, /) -> None:
         """Overwrite `buffer` with that of rank `root`."""
@@ -130,6 +137,11 @@ def _reduce_each(brought: list[tuple[Literal["max", "sum"], Words]]) -> None:
         combine(kinds[0], arrays)
     else:
         combine_each(kinds, arrays)
+
+
+def _fold_all(brought: list[tuple[Fold, Words, Words]]) -> None:
+    steps, sent, folded = zip(*brought, strict=True)
+    fold_all(steps, sent, folded)
 
 
 def _group(size: int, family: Family) -> list[LocalBackend]:

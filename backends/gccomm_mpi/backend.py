@@ -11,10 +11,12 @@ from mpi4py import MPI
 
 from gccomm.backends import Activity, Backend, Bytes, FloatName, Words
 from gccomm.errors import BackendError
-from gccomm.operations import OPERATIONS, check_operation, reduce_parts
+from gccomm.operations import PROVIDED, check_operation, reduce_parts
+from gccomm.steps import Fold
 from gccomm_mpi.channel import Channel, Operation, cached, thread_refusal
 from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange_in_order
 from gccomm_mpi.failure import abort_job, guard
+from gccomm_mpi.hops import fold
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 from gccomm_mpi.window import FEW_RANKS, Posted
 
@@ -40,7 +42,7 @@ class MpiBackend:
     """
 
     name = "mpi"
-    operations = OPERATIONS
+    operations = PROVIDED
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -178,6 +180,11 @@ class MpiBackend:
                 return
             for place, (piece, _) in enumerate(_pieces(words, words, count)):
                 exchange_in_order(channel, name, piece, place * count, partial(reduce_parts, operation, seed))
+
+    def fold_words(self, step: Fold, sent: Words, folded: Words, /) -> None:
+        """Encode, fold over the ranks, and decode; `sent` and `folded` are memory for the words."""
+        with self._operation("fold", (sent, folded)) as channel:
+            fold(channel, "fold", step, sent, folded)
 
     def broadcast(self, buffer: Bytes, root: int, /) -> None:
         """Overwrite `buffer` with that of rank `root`."""

@@ -22,6 +22,7 @@ _BUILT_IN = {
     "bf16": "gccomm.codecs.floats:BFloat16",
     "fp16": "gccomm.codecs.floats:Float16",
     "uniform": "gccomm.codecs.uniform:Uniform",
+    "rehop": "gccomm.codecs.rehop:Rehop",
     "rotated": "gccomm.codecs.rotated:Rotated",
     "thc": "gccomm.codecs.thc:THC",
     "topkc": "gccomm.codecs.topkc:TopKC",
@@ -88,7 +89,7 @@ def get_codec(codec: str | dict[str, Any] | Codec, **options: Any) -> Codec:
     >>> get_codec("uniform", wire_bits=4)
     Uniform(wire_bits=4)
     >>> get_codec("uniform:wire_bits=5").config()
-    {'id': 'uniform', 'wire_bits': 5, 'scales': 'agreed'}
+    {'id': 'uniform', 'wire_bits': 5, 'scales': 'agreed', 'widening': False}
     """
     if isinstance(codec, Codec):
         if options:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,9 +17,10 @@ from gccomm.codecs.headroom import Rotating, checked_steps, next_ratio
 from gccomm.codecs.lane_sums import lane_sum_of, takes_lane_sums
 from gccomm.codecs.prediction import check_prediction, next_scales, predicted_steps
 from gccomm.codecs.shared import SharedDither
+from gccomm.codecs.widening import Widening
 from gccomm.lanes import safe_limit
 from gccomm.layout import MIN_PART
-from gccomm.steps import Agree, Context, Steps, Sum, Words
+from gccomm.steps import Agree, Context, Fold, Steps, Sum, Words
 
 if TYPE_CHECKING:
     from gccomm.operand import Operand
@@ -53,6 +55,10 @@ class Rotated(SharedDither):
     scales : str
         "agreed", or "predicted" in a Reducer: steps without a round of their own before the sum, at 3 to 4
         times the vNMSE; with safe headroom only.
+    widening : bool
+        With safe or clipped headroom: send a rank's own integers in lanes just wide enough for them and the
+        sums in lanes of w bits, by an operation of the back end's own: the same result in fewer bytes from 8
+        ranks or so on.
 
     Notes
     -----
@@ -64,9 +70,14 @@ class Rotated(SharedDither):
     id: ClassVar[str] = "rotated"
 
     def __init__(
-        self, wire_bits: int = 8, headroom: str = "auto", rotations: int = 1, scales: str = "agreed"
+        self,
+        wire_bits: int = 8,
+        headroom: str = "auto",
+        rotations: int = 1,
+        scales: str = "agreed",
+        widening: bool = False,
     ) -> None:
-        super().__init__(wire_bits, scales)
+        super().__init__(wire_bits, scales, widening)
         one_of("headroom", headroom, ("auto", "safe", "checked", "clipped"))
         self.headroom = headroom
         self.keeps = scales == "agreed"
@@ -80,6 +91,12 @@ class Rotated(SharedDither):
             raise ValueError(msg)
         if scales == "predicted" and headroom == "clipped":
             msg = 'headroom="clipped" is not predicted: choose scales="agreed" or headroom="safe"'
+            raise ValueError(msg)
+        if widening and headroom not in ("safe", "clipped"):
+            msg = (
+                f"`widening=True` needs a bound of the integers, which headroom={headroom!r} does not have: "
+                'choose headroom="safe" or "clipped"'
+            )
             raise ValueError(msg)
         if headroom == "clipped":
             self.biased, self.rounding = True, "biased"
@@ -109,13 +126,15 @@ class Rotated(SharedDither):
                 x, scales, self.wire_bits, limit, ctx, agree=True, rotations=self.rotations, subtract=True
             )
             return
-        source = Rotating(x, ctx, self.rotations)
+        lanes = self._widening(x, ctx)
+        source = Rotating(x if lanes is None else lanes.source, ctx, self.rotations)
         agreed = yield Agree(x.blocks, source.maxima)
         assert agreed is not None
-        yield self._sum(x, source, agreed, ctx, lambda: None)
+        yield self._sum(x, source, agreed, ctx, lambda: None, lanes)
 
     def _clipped(self, x: Operand, ctx: Context) -> Steps:
-        source, most = Rotating(x, ctx, self.rotations), threshold(self.wire_bits, ctx.size)
+        lanes, most = self._widening(x, ctx), threshold(self.wire_bits, ctx.size)
+        source = Rotating(x if lanes is None else lanes.source, ctx, self.rotations)
         own, energy = np.empty((2, x.blocks), dtype=np.uint32)
 
         def fill(out: Words) -> None:
@@ -124,7 +143,12 @@ class Rotated(SharedDither):
 
         scales = yield Agree(x.blocks, fill)
         assert scales is not None
-        yield self._sum(x, source, scales, ctx, lambda: block_gains(x, own, energy, scales))
+        gains = cache(lambda: block_gains(x, own, energy, scales))
+        yield self._sum(x, source, scales, ctx, gains, lanes)
+
+    def _widening(self, x: Operand, ctx: Context) -> Widening | None:
+        width = self.wire_bits
+        return Widening(x, width, safe_limit(width, ctx.size)) if self.widening else None
 
     def _sum(
         self,
@@ -133,17 +157,20 @@ class Rotated(SharedDither):
         scales: Words,
         ctx: Context,
         gains: Callable[[], npt.NDArray[np.float32] | None],
-    ) -> Sum:
+        lanes: Widening | None,
+    ) -> Sum | Fold:
         width, limit = self.wire_bits, safe_limit(self.wire_bits, ctx.size)
-        return Sum(
-            x.blocks,
-            x.size,
-            lambda lo, hi, out: source.encode(lo, hi, out, scales, width, limit, ctx, gains=gains()),
-            lambda lo, hi, words: x.decode(
-                lo, hi, words, scales, width, limit, ctx, subtract=True, rotations=self.rotations
-            ),
-            lambda lo, hi: ((0, x.size(lo, hi), width),),
-        )
+        sent = width if lanes is None else lanes.narrow
+
+        def encode(lo: int, hi: int, out: Words) -> None:
+            source.encode(lo, hi, out, scales, sent, limit, ctx, gains=gains())
+
+        def decode(lo: int, hi: int, words: Words) -> None:
+            x.decode(lo, hi, words, scales, width, limit, ctx, subtract=True, rotations=self.rotations)
+
+        if lanes is not None:
+            return lanes.step(encode, decode)
+        return Sum(x.blocks, x.size, encode, decode, lambda lo, hi: ((0, x.size(lo, hi), width),))
 
     def check_state(self, state: State, dtype: str, row_shape: Sequence[int]) -> None:
         """Raise ValueError unless it holds predicted scales, or a ratio of energies."""

@@ -9,6 +9,7 @@ from gccomm.checks import one_of
 from gccomm.codecs.base import Codec, lane_width
 from gccomm.errors import NegotiationError
 from gccomm.lanes import FIXED_POINT, lanes, safe_limit
+from gccomm.operations import FOLD
 
 __all__ = ["SharedDither"]
 
@@ -24,14 +25,26 @@ class SharedDither(Codec):
         Lane width.
     scales : str
         "agreed" or "predicted".
+    widening : bool
+        Send a rank's own integers in lanes just wide enough for them.
     """
 
     sketched = True
 
-    def __init__(self, wire_bits: int, scales: str) -> None:
+    def __init__(self, wire_bits: int, scales: str, widening: bool) -> None:
         self.wire_bits = lane_width(wire_bits)
         one_of("scales", scales, ("agreed", "predicted"))
         self.scales = scales
+        if not isinstance(widening, bool):
+            msg = f"`widening` must be a bool, got {widening!r} of type {type(widening).__name__}"
+            raise TypeError(msg)
+        self.widening = widening
+        if widening:
+            if scales == "predicted":
+                msg = '`widening=True` is not predicted: choose scales="agreed"'
+                raise ValueError(msg)
+            self.operation, self.sums_as = FOLD, "own operation"
+            self.sketched = False  # sketches travel behind sums alone
 
     def require_size(self, size: int, item_bytes: int) -> None:
         """Refuse more ranks than the lane has fixed-point room for."""
@@ -54,9 +67,11 @@ class SharedDither(Codec):
             raise NegotiationError(msg)
 
     def weight(self, item_bytes: int) -> float:
-        """Return 1; with predicted scales 1/2: nothing is read twice, so larger pieces are better."""
+        """Return 1; with predicted scales 1/2: nothing is read twice, so larger pieces are better; with
+        widening 1/4: encoding, wire and decoding of a piece overlap.
+        """
         del item_bytes
-        return 0.5 if self.scales == "predicted" else 1
+        return 0.25 if self.widening else 0.5 if self.scales == "predicted" else 1
 
     def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return ceil(carried / lanes)."""

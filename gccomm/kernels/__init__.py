@@ -23,6 +23,8 @@ try:
         exponent_encode,
         float_decode,
         float_encode,
+        hop_encode,
+        hop_fold,
         int_decode,
         int_encode,
         int_range,
@@ -38,6 +40,7 @@ try:
         reduce_op,
         saturating_add,
         set_isa,
+        widen_lanes,
     )
 except ImportError as error:
     _message = (
@@ -67,6 +70,8 @@ __all__ = [
     "exponent_encode",
     "float_decode",
     "float_encode",
+    "hop_encode",
+    "hop_fold",
     "int_decode",
     "int_encode",
     "int_range",
@@ -82,4 +87,5 @@ __all__ = [
     "reduce_op",
     "saturating_add",
     "set_isa",
+    "widen_lanes",
 ]

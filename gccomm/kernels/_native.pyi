@@ -99,13 +99,92 @@ def decode(
     ratios: int = 0,
     rotations: int = 0,
     offset: int = 0,
+    dithers: int = 0,
 ) -> None:
     """Turn summed lanes into results.
 
     `subtract` takes the shared dither off, `stream` writes results past the caches, `offset` is added to
     every sum, in units of 2**-15 levels. `energy` is the address of uint32[hi - lo] for the sum of squares of
     each block, in units of 2**(width - 11) levels, mod 2**32 (0 for lanes of 32 bits). `limit`, `ratios` and
-    `rotations` are those of :func:`encode`.
+    `rotations` are those of :func:`encode`. `dithers` is the number of ranks' dithers that are in a sum, 0
+    for `n`: a sum that was rounded again holds one.
+    """
+
+def hop_encode(
+    table: int,
+    nseg: int,
+    lo: int,
+    hi: int,
+    scales: int,
+    words: int,
+    word_base: int,
+    width: int,
+    limit: int,
+    shift: int,
+    rotations: int,
+) -> None:
+    """Rotate, round and pack blocks against the largest value that each has of its own.
+
+    That scale word goes to ``scales[block - lo]``; `limit` is the fixed-point value that it becomes, `shift`
+    this rank's shift of the dither, which decoding takes off; `rotations` is 1 or 2.
+
+    Raises
+    ------
+    ValueError
+        No such width up to 16, number of rotations or limit.
+    """
+
+def hop_fold(
+    table: int,
+    again: int,
+    nseg: int,
+    lo: int,
+    hi: int,
+    parts: int,
+    ranks: int,
+    shifts: int,
+    out: int,
+    word_base: int,
+    lane_words: int,
+    width: int,
+    limit: int,
+    down: int,
+) -> None:
+    """Add up the rotated blocks of all ranks, as :func:`hop_encode` made them, and round the sums likewise.
+
+    `parts` is the address of the addresses (uint64) of the ranks' words, `lane_words` of lanes and then a
+    scale a block; `out` is made the same way. `shifts` is the address of the ranks' shifts (uint32), `again`
+    that of a table that differs from `table` in the keys of the noise: those of the sum's. A sum's scale word
+    stands for ``2**-down`` of it; it is NaN where a part's is inf or NaN.
+
+    Raises
+    ------
+    ValueError
+        No such width up to 16 or limit, no rank, or `down` outside 0 to 30.
+    """
+
+def widen_lanes(
+    table: int,
+    nseg: int,
+    lo: int,
+    hi: int,
+    parts: int,
+    ranks: int,
+    out: int,
+    word_base: int,
+    narrow: int,
+    width: int,
+    padded: bool,
+) -> None:
+    """Add up lanes of `narrow` bits, and write the sums in lanes of `width` bits.
+
+    `parts` is the address of the addresses (uint64) of the ranks' words, `word_base` the offset of the first
+    narrow word in the batch; `padded` says that blocks travel as multiples of 64 coordinates.
+
+    Raises
+    ------
+    ValueError
+        No such widths up to 16, or no rank.
     """
 
 def exact_encode(

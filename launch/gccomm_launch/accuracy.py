@@ -28,6 +28,7 @@ CODECS = (
     "rotated:wire_bits={w},headroom=safe",
     "rotated:wire_bits={w},headroom=checked",
     "rotated:wire_bits={w},headroom=clipped",
+    "rehop:wire_bits={w}",
     "qsgd-mn:wire_bits={w}",
     "qsgd-mn-ts:wire_bits={w}",
     "grandk-mn:wire_bits={w}",

@@ -79,7 +79,7 @@ class Decoder {
  public:
     explicit Decoder(const DecodeArgs& args)
         : args_(args),
-          centre_(centre_of(static_cast<u32>(args.n))),
+          centre_(centre_of(static_cast<u32>(args.dithers))),
           half_step_(static_cast<float>(2.0 / args.limit)),
           inverse_(static_cast<float>(1.0 / static_cast<double>(args.n))),
           rotator_(args.rotations) {

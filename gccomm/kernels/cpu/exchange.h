@@ -235,7 +235,7 @@ class LaneExchange {
         args.ranks = at_.ranks;
         args.width = job_.width;
         args.limit = job_.limit;
-        args.n = at_.ranks;
+        args.n = args.dithers = at_.ranks;
         args.subtract = job_.subtract;
         args.mean = job_.mean;
         args.stream = job_.stream;

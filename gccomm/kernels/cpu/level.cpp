@@ -7,6 +7,7 @@
 #include "integers.h"
 #include "operations.h"
 #include "parts.h"
+#include "rehop.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
@@ -16,6 +17,9 @@ const Kernels kernels = {
     maxima,
     encode,
     decode,
+    hop_encode,
+    hop_fold,
+    widen_lanes,
     exact_encode,
     exact_decode,
     int_range,

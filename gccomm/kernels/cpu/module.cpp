@@ -83,10 +83,11 @@ void encode(Address table, Index segments, Index lo, Index hi, Address scales, A
 
 void decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
             int width, std::int32_t limit, Index n, bool subtract, bool mean, bool stream, Address check,
-            Address energy, Address ratios, int rotations, std::int32_t offset) {
+            Address energy, Address ratios, int rotations, std::int32_t offset, Index dithers) {
     check_lanes(width, ratios == 0 ? limit : 1);
     check_rotations(rotations);
     require_ranks(n);
+    require(dithers >= 0 && dithers <= n, "dithers outside 0 ... n");
     kernels().decode(batch(table, segments, lo, hi), {pointer<const std::uint32_t>(scales),
                                                       {pointer<std::uint32_t>(words), word_base},
                                                       width,
@@ -100,10 +101,48 @@ void decode(Address table, Index segments, Index lo, Index hi, Address scales, A
                                                       pointer<const float>(ratios),
                                                       rotations,
                                                       offset,
+                                                      dithers == 0 ? n : dithers,
                                                       nullptr,
                                                       0,
                                                       0,
                                                       0});
+}
+
+void hop_encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words,
+                Index word_base, int width, std::int32_t limit, std::uint32_t shift, int rotations) {
+    check_lanes(width, limit);
+    check_rotations(rotations);
+    require(rotations != 0 && width <= 16, "blocks are rotated, in lanes of at most 16 bits");
+    kernels().hop_encode(batch(table, segments, lo, hi), {pointer<std::uint32_t>(scales),
+                                                          {pointer<std::uint32_t>(words), word_base},
+                                                          width,
+                                                          limit,
+                                                          shift,
+                                                          rotations});
+}
+
+void hop_fold(Address table, Address again, Index segments, Index lo, Index hi, Address parts, Index ranks,
+              Address shifts, Address out, Index word_base, Index lane_words, int width, std::int32_t limit,
+              int down) {
+    check_lanes(width, limit);
+    require(width <= 16, "lanes have at most 16 bits");
+    require(ranks >= 1 && lane_words >= 0, "ranks and lane_words must not be negative, nor ranks 0");
+    require(down >= 0 && down <= 30, "down outside 0 ... 30");
+    kernels().hop_fold(batch(table, segments, lo, hi),
+                       {pointer<const Segment>(again), pointer<const std::uint64_t>(parts), ranks,
+                        pointer<const std::uint32_t>(shifts), pointer<std::uint32_t>(out), word_base,
+                        lane_words, width, limit, down});
+}
+
+void widen_lanes(Address table, Index segments, Index lo, Index hi, Address parts, Index ranks, Address out,
+                 Index word_base, int from, int to, bool padded) {
+    check_lanes(from, 1);
+    check_lanes(to, 1);
+    require(from <= to && to <= 16, "lanes widen, to at most 16 bits of width");
+    require(ranks >= 1, "ranks must be positive");
+    kernels().widen_lanes(batch(table, segments, lo, hi),
+                          {pointer<const std::uint64_t>(parts), ranks, pointer<std::uint32_t>(out), word_base,
+                           from, to, padded});
 }
 
 ExactArgs exact_args(Address scales, Address words, Index word_base, Index n, bool mean) {
@@ -302,7 +341,13 @@ NB_MODULE(_native, m) {
           "maxima"_a = 0, "subtract"_a = false, "grid"_a = 0, "gains"_a = 0, Released());
     m.def("decode", &g::decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "n"_a, "subtract"_a, "mean"_a, "stream"_a, "check"_a = 0, "energy"_a = 0,
-          "ratios"_a = 0, "rotations"_a = 0, "offset"_a = 0, Released());
+          "ratios"_a = 0, "rotations"_a = 0, "offset"_a = 0, "dithers"_a = 0, Released());
+    m.def("hop_encode", &g::hop_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
+          "word_base"_a, "width"_a, "limit"_a, "shift"_a, "rotations"_a, Released());
+    m.def("hop_fold", &g::hop_fold, "table"_a, "again"_a, "nseg"_a, "lo"_a, "hi"_a, "parts"_a, "ranks"_a,
+          "shifts"_a, "out"_a, "word_base"_a, "lane_words"_a, "width"_a, "limit"_a, "down"_a, Released());
+    m.def("widen_lanes", &g::widen_lanes, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "parts"_a, "ranks"_a, "out"_a,
+          "word_base"_a, "narrow"_a, "width"_a, "padded"_a, Released());
     m.def("exact_encode", &g::exact_encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,
           "word_base"_a, "n"_a, Released());
     m.def("exact_decode", &g::exact_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a,

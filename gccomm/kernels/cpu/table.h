@@ -82,9 +82,43 @@ struct DecodeArgs {
     const float* ratios;    // of the whole batch, or null
     int rotations;
     std::int32_t offset;
+    std::int64_t dithers;        // whose sum is taken off: n, or 1 where sums were rounded again
     const std::uint64_t* parts;  // addresses of the ranks' words, which are then added up here, or null
     std::int64_t ranks;
     std::int64_t ahead_lo, ahead_hi;  // blocks whose input is needed soon: fetched meanwhile
+};
+
+// Blocks rounded against their own scales.
+struct HopEncodeArgs {
+    std::uint32_t* scales;  // one a block from block lo on
+    Words words;
+    int width;
+    std::int32_t limit;
+    std::uint32_t shift;
+    int rotations;
+};
+
+// The words of all ranks for some blocks, lanes first, then a scale a block; and where their sum goes.
+struct HopFoldArgs {
+    const Segment* again;        // the table with the keys of the sum's noise
+    const std::uint64_t* parts;  // addresses, in the order of the ranks
+    std::int64_t ranks;
+    const std::uint32_t* shifts;  // of the ranks' dither
+    std::uint32_t* out;
+    std::int64_t base, lane_words;  // offset of the first block's words in the batch; how many lanes' words
+    int width;
+    std::int32_t limit;
+    int down;  // the sum's scale is that of 2^-down of it
+};
+
+// Narrow lanes of all ranks for some blocks, and the wide ones that hold their sums.
+struct WidenArgs {
+    const std::uint64_t* parts;  // addresses, in the order of the ranks
+    std::int64_t ranks;
+    std::uint32_t* out;
+    std::int64_t base;  // offset of the first block's narrow words in the batch
+    int from, to;       // lane widths
+    bool padded;        // whether blocks travel as multiples of 64
 };
 
 struct ExactArgs {
@@ -136,6 +170,9 @@ struct Kernels {
     bool (*maxima)(const Batch&, const MaximaArgs&);  // whether no number was subnormal
     void (*encode)(const Batch&, const EncodeArgs&);
     void (*decode)(const Batch&, const DecodeArgs&);
+    void (*hop_encode)(const Batch&, const HopEncodeArgs&);
+    void (*hop_fold)(const Batch&, const HopFoldArgs&);
+    void (*widen_lanes)(const Batch&, const WidenArgs&);
     void (*exact_encode)(const Batch&, const ExactArgs&);
     void (*exact_decode)(const Batch&, const ExactArgs&);
     void (*int_range)(const Segment* table, std::int64_t segments, std::uint32_t* out);

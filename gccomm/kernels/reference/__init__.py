@@ -24,6 +24,7 @@ from gccomm.kernels.reference.energies import encoded_maxima, maxima_and_energie
 from gccomm.kernels.reference.exact import exact_decode, exact_encode
 from gccomm.kernels.reference.floats import float_decode, float_encode
 from gccomm.kernels.reference.hashing import block_keys, check_words, coordinate_hash, fmix
+from gccomm.kernels.reference.hops import hop_fold, widen_lanes
 from gccomm.kernels.reference.integers import integer_decode, integer_encode, integer_range
 from gccomm.kernels.reference.operations import (
     exponent_add,
@@ -70,6 +71,7 @@ __all__ = [
     "float_decode",
     "float_encode",
     "fmix",
+    "hop_fold",
     "indexed_hash",
     "integer_decode",
     "integer_encode",
@@ -91,4 +93,5 @@ __all__ = [
     "usable",
     "wide_sums",
     "widen",
+    "widen_lanes",
 ]

@@ -19,7 +19,7 @@ from gccomm.kernels.reference.scales import (
     usable,
 )
 
-__all__ = ["encoded_maxima", "maxima_and_energies"]
+__all__ = ["encoded_maxima", "maxima_and_energies", "wide_word"]
 
 NAN_32 = 0x7FC00000
 SMALL = 27 << 23
@@ -35,7 +35,7 @@ def _largest(xp: Namespace, y: Array) -> Array:
     return xp.max(view(y, xp.uint32) & u32(xp, 0x7FFFFFFF), axis=1)
 
 
-def _wide_word(largest: Array, exponent: Array) -> Array:
+def wide_word(largest: Array, exponent: Array) -> Array:
     """Return the float64 scale word of ``largest * 2**exponent``, finite, rounded up."""
     value = largest.view(np.float32).astype(np.float64)[:, None]
     return np.minimum(upper_words(np, scale_by_power(np, value, exponent))[:, 0], np.uint32(LARGEST_64))
@@ -109,7 +109,7 @@ def _wide_blocks(v: Array, plain: Array, rotation: Rotation | None) -> tuple[Arr
     energies = _scaled_energies(np, y, largest)
     if rotation is None:
         return plain, energies
-    words = _wide_word(largest, exponent)
+    words = wide_word(largest, exponent)
     return np.where(finite | (plain == 0), words, np.uint32(NAN_64)), energies
 
 
@@ -150,5 +150,5 @@ def encoded_maxima(
         good = good & (ratios != 0)
     _, exponent = split_scale(xp, scales, wide)
     finite = xp.where(good, largest, u32(xp, 0))
-    found = _wide_word(finite, exponent) if wide else pattern_times_power(xp, finite, exponent)
+    found = wide_word(finite, exponent) if wide else pattern_times_power(xp, finite, exponent)
     return xp.where(good, found, maxima_and_energies(xp, x, residual, rotation)[0])

@@ -1,0 +1,179 @@
+"""Reductions by a codec's own arithmetic, in two hops, with encoding, links and decoding at work together.
+
+Blocks are cut into a share per rank. Each rank encodes every share, a segment at a time, and sends it to the
+rank that the share belongs to; that one folds the parts of all ranks into one and sends this to all. Either
+hop takes (n - 1) / n of the words per rank, as little as can be, and every link carries the same both ways.
+Segments stay below the size from which MPI libraries ask the receiver first, and all receives are posted
+before anything is sent. So while a segment is encoded, those before it are on their way to be folded, and the
+folded ones before these to be decoded. A rank sends but a few segments more than it has folded of its own
+share: all links keep in step, and none is idle at the end because another one got ahead. Nothing is added up
+in any other order than that of the ranks: all ranks get the same bits, whatever the number of segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from gccomm.steps import Fold
+from gccomm_mpi.failure import abandon
+from gccomm_mpi.ring import SEGMENT_BYTES
+
+if TYPE_CHECKING:
+    from gccomm_mpi.channel import Channel
+
+__all__ = ["fold"]
+
+AHEAD = 4  # segments of each share that are sent before the first one is folded
+_PART_TAG, _RESULT_TAG = 4, 5
+
+Words = npt.NDArray[np.uint32]
+
+
+class _Segment(NamedTuple):
+    """Blocks lo to hi of a share, and the memory of their words."""
+
+    lo: int
+    hi: int
+    sent: Words
+    folded: Words
+
+
+def fold(channel: Channel, name: str, step: Fold, sent: Words, folded: Words) -> None:
+    """Encode, fold over the ranks, and decode.
+
+    Parameters
+    ----------
+    channel : Channel
+        Of any number of ranks.
+    name : str
+        The operation, for reports.
+    step : Fold
+        What to do, equal on all ranks.
+    sent, folded : array of uint32
+        Memory for the words of all blocks, before and after.
+
+    Raises
+    ------
+    CollectiveTimeout
+        A wait took longer than allowed; all requests and arrays are kept for good.
+    """
+    run = _Fold(channel, name, step, sent, folded)
+    try:
+        run.all()
+    except BaseException:
+        abandon(run)
+        raise
+
+
+class _Fold:
+    """One reduction on its way."""
+
+    def __init__(self, channel: Channel, name: str, step: Fold, sent: Words, folded: Words) -> None:
+        self.channel, self.name, self.step = channel, name, step
+        comm = channel.comm
+        self.rank, self.size = comm.rank, comm.size
+        # Each rank begins with another one, so that no link has all at once.
+        self.peers = [(self.rank + hop) % self.size for hop in range(1, self.size)]
+        cuts = [step.blocks * r // self.size for r in range(self.size + 1)]
+        self.shares = [list(self._segments(lo, hi, sent, folded)) for lo, hi in pairwise(cuts)]
+        self.mine = self.shares[self.rank]
+        self.buffers = sent, folded
+        self.parts: list[list[Words]] = []  # of each segment of this rank's share, by rank
+        self.coming: list[list[Any]] = []  # the receives of those
+        self.results: dict[int, list[Any]] = {}  # receives of the others' shares, folded
+        self.decoded = dict.fromkeys(self.peers, 0)
+        self.encoded = self.folded = 0  # segments of each share, and of this rank's own
+        self.going: list[Any] = []
+
+    def _segments(self, lo: int, hi: int, sent: Words, folded: Words) -> Iterator[_Segment]:
+        step = self.step
+        blocks = max(1, SEGMENT_BYTES // (4 * step.most))
+        for first in range(lo, hi, blocks):
+            end = min(first + blocks, hi)
+            a, b = step.sent(0, first), step.folded(0, first)
+            mine = sent[a : a + step.sent(first, end)], folded[b : b + step.folded(first, end)]
+            yield _Segment(first, end, *mine)
+
+    def all(self) -> None:
+        """Run it."""
+        self._expect()
+        rows = max(map(len, self.shares))
+        while self.encoded < rows or not self._complete():
+            if self.encoded < rows and (self.encoded < self.folded + AHEAD or self.folded == len(self.mine)):
+                self._encode(self.encoded)
+                self.encoded += 1
+            else:
+                self.channel.until(self._something, self.name)
+            self._go_on()
+        for request in self.going:
+            self.channel.complete(request, self.name)
+
+    def _expect(self) -> None:
+        """Post all receives."""
+        comm, width = self.channel.comm, sum(s.sent.size for s in self.mine)
+        room = self.channel.scratch(np.dtype(np.uint32), (self.size - 1) * width)
+        for segment in self.mine:
+            count = segment.sent.size
+            parts, room = room[: (self.size - 1) * count], room[(self.size - 1) * count :]
+            rows = list(parts.reshape(self.size - 1, count))
+            rows.insert(self.rank, segment.sent)
+            self.parts.append(rows)
+            others = [(rows[peer], peer) for peer in self.peers]
+            self.coming.append([comm.Irecv((x, MPI.UINT32_T), peer, _PART_TAG) for x, peer in others])
+        for peer in self.peers:
+            words = [segment.folded for segment in self.shares[peer]]
+            self.results[peer] = [comm.Irecv((x, MPI.UINT32_T), peer, _RESULT_TAG) for x in words]
+
+    def _encode(self, number: int) -> None:
+        """Encode a segment of every share, and send the others'."""
+        for rank in (*self.peers, self.rank):
+            if number >= len(self.shares[rank]):
+                continue
+            segment = self.shares[rank][number]
+            self.step.encode(segment.lo, segment.hi, segment.sent)
+            if rank != self.rank:
+                self._send(segment.sent, rank, _PART_TAG)
+
+    def _send(self, words: Words, rank: int, tag: int) -> None:
+        self.going.append(self.channel.comm.Isend((words, MPI.UINT32_T), rank, tag))
+
+    def _something(self) -> bool:
+        """Tell whether something has come of what is needed next; one call of MPI for all of it."""
+        next_ = list(self.coming[self.folded]) if self.folded < len(self.mine) else []
+        for peer, at in self.decoded.items():
+            next_ += self.results[peer][at : at + 1]
+        return bool(MPI.Request.Testsome(next_))
+
+    def _foldable(self) -> bool:
+        at = self.folded
+        return at < min(self.encoded, len(self.mine)) and MPI.Request.Testall(self.coming[at])
+
+    def _decodable(self, peer: int) -> bool:
+        at, requests = self.decoded[peer], self.results[peer]
+        return at < len(requests) and bool(requests[at].Test())
+
+    def _go_on(self) -> None:
+        """Fold and decode what has come."""
+        while self._foldable():
+            segment = self.mine[self.folded]
+            self.step.fold(segment.lo, segment.hi, self.parts[self.folded], segment.folded)
+            for peer in self.peers:
+                self._send(segment.folded, peer, _RESULT_TAG)
+            self.folded += 1
+            self.step.decode(segment.lo, segment.hi, segment.folded)
+        for peer in self.peers:
+            while self._decodable(peer):
+                segment = self.shares[peer][self.decoded[peer]]
+                self.decoded[peer] += 1
+                self.step.decode(segment.lo, segment.hi, segment.folded)
+
+    def _complete(self) -> bool:
+        """Tell whether everything is folded and decoded."""
+        rest = any(self.decoded[peer] < len(self.shares[peer]) for peer in self.peers)
+        return self.folded == len(self.mine) and not rest
