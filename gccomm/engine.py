@@ -38,6 +38,7 @@ from gccomm.running import Message, Running, answer, fill, messages, pending, wa
 from gccomm.sketch import LARGEST, Sketch, chosen
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Context, Redo, Sum, Words
+from gccomm.timeline import CallSpans
 from gccomm.transfers import Finish, Maximum, Start, Transfer, WordAdd
 
 __all__ = ["Job", "Outcome", "reduce", "rendezvous"]
@@ -87,6 +88,8 @@ class Job:
         Estimate the error.
     room : callable
         From a number of bytes to the memory that the back end would have the next sum's data in, or None.
+    spans : CallSpans, optional
+        Where to note what is done when.
     """
 
     def __init__(
@@ -99,8 +102,9 @@ class Job:
         states: Mapping[int, Any] | None = None,
         measure: bool = False,
         room: Callable[[int], Buffer | None] = lambda _nbytes: None,
+        spans: CallSpans | None = None,
     ) -> None:
-        self.place = room
+        self.place, self.spans = room, spans
         self.plan, self.context, self.whole = plan, context, whole
         self.have, self.states = have, states or {}
         if measure:
@@ -165,7 +169,7 @@ def reduce(call: Call, job: Job | None, rank: int, size: int) -> Generator[Trans
 class _Engine:
     def __init__(self, job: Job, rank: int, size: int) -> None:
         self.job, self.rank, self.size = job, rank, size
-        self.wire = Wire(rank, size)
+        self.wire = Wire(rank, size, job.spans)
         self.stats = self.wire.stats
         self.first: list[list[Running]] = []  # of the pieces whose agreement begins with the header
         self.running: list[Running] = []  # all of them
@@ -211,6 +215,7 @@ class _Engine:
         if missing:
             outcome.present = yield from self._presence()
         if self.queue is not None:
+            self.wire.begin_piece(0)
             piece = self._piece(self.first[0], self.job.words)
             piece.take(self.head, self.job.words[SUM_WORDS:], self.head_tag)
             yield from piece.send(self.queue)
@@ -252,6 +257,7 @@ class _Engine:
 
     def _drive(self, number: int) -> Moves:
         """Reduce a piece, in memory that no other one on its way has."""
+        self.wire.begin_piece(number)
         if number < len(self.first):
             mine = self.first[number]
         else:
@@ -297,6 +303,8 @@ class _Engine:
     def _finish(self, number: int, mine: list[Running]) -> None:
         stats = self.stats
         self.ended[number] = mine
+        if self.wire.spans is not None:
+            self.wire.spans.end_piece(number)
         for r in mine:
             x = r.operand
             stats.float32_bytes += 4 * x.coordinates
@@ -326,6 +334,7 @@ class _Engine:
         error = yield from verify(again, self.rank, self.size, message)
         if error is not None:
             raise BackendError(f"rank {self.rank}: sums were corrupted on the way: {error}")
+        self.wire.piece = None
         piece = self._piece(late, self.job.words)
         for message_ in messages(late, min(self.job.room, REDO_WORDS)):
             right = yield from piece.send_one(message_)

@@ -12,6 +12,7 @@ from gccomm.errors import BackendError
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Energies, FloatSum, OpSum, Sum, Words
+from gccomm.timeline import CallSpans
 from gccomm.transfers import Combine, FloatAdd, Maximum, Whole, WordAdd
 
 __all__ = ["MASK", "Moves", "Piece", "Wire", "scratch"]
@@ -36,12 +37,21 @@ class Wire:
     ----------
     rank, size : int
         This rank and the number of ranks.
+    spans : CallSpans, optional
+        Where to note what is done when.
+
+    Attributes
+    ----------
+    piece : int or None
+        The piece that is worked on.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, spans: CallSpans | None = None) -> None:
         self.rank, self.size = rank, size
         self.stats = Stats()
         self.tag = 0
+        self.spans = spans
+        self.piece: int | None = None
         self._clock = time.perf_counter()
 
     def lap(self) -> float:
@@ -52,11 +62,29 @@ class Wire:
 
     def move(self, transfer: Whole, nbytes: int) -> Moves:
         """Ask for a transfer, and count it."""
+        piece, encoding = self.piece, self._clock
         self.stats.encode_s += self.lap()
+        sent = self._clock
         yield transfer
+        self.piece, waiting = piece, self._clock  # other pieces may have gone on meanwhile
         self.stats.wire_s += self.lap()
         self.stats.wire_bytes += nbytes
         self.stats.messages += 1
+        if self.spans is not None:
+            self.spans.moved(transfer, piece, nbytes, (encoding, sent, waiting, self._clock))
+
+    def begin_piece(self, number: int) -> None:
+        """Count what follows as this piece's."""
+        self.piece = number
+        if self.spans is not None:
+            self.spans.begin_piece(number)
+
+    def decoded(self) -> None:
+        """Count the time since the last transfer as spent on its sums."""
+        began = self._clock
+        self.stats.decode_s += self.lap()
+        if self.spans is not None:
+            self.spans.decoded(self.piece, began, self._clock)
 
     def next_tag(self) -> int:
         """Return the tag of the next message: the same on all ranks."""
@@ -161,7 +189,7 @@ class Piece:
         """Check the tag behind a summed message and hand its sums out."""
         self.wire.check(tag, int(sums[message.words]))
         right = message.decode(sums[: message.words])
-        self.wire.stats.decode_s += self.wire.lap()
+        self.wire.decoded()
         return right
 
     def _sum_floats(self, r: Running) -> Moves:
@@ -180,7 +208,7 @@ class Piece:
             step.encode(0, step.blocks, sent)
             yield from self.wire.move(FloatAdd(sent, buffer, step.dtype), nbytes)
             step.decode(0, step.blocks, buffer)
-        self.wire.stats.decode_s += self.wire.lap()
+        self.wire.decoded()
         r.answer(None)
 
     def _combine(self, r: Running) -> Moves:
@@ -191,5 +219,5 @@ class Piece:
         step.encode(words)
         yield from self.wire.move(Combine(words, step.operation, step.seed), words.nbytes)
         step.decode(words)
-        self.wire.stats.decode_s += self.wire.lap()
+        self.wire.decoded()
         r.answer(None)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gccomm import arrays, kernels, trees
+from gccomm import arrays, kernels, timeline, trees
 from gccomm.agreement import Call, digest
 from gccomm.codecs.base import Codec, State, state_digest
 from gccomm.codecs.exact import Integers, TwoWords
@@ -210,6 +210,7 @@ class Attempt:
             policy=reduction.options.text(),
             state=reduction.options.choices + reduction.adapted(),
         )
+        self.spans = timeline.begin(place.rank, self.call)
         self.job: Job | None = None
         self._plan: Plan | None = None
         self._leaves: list[Leaf] = []
@@ -236,6 +237,8 @@ class Attempt:
         self._outs = self._look_at_out(out, keys)
         self._bind(plan)
         self._check_finite(plan)
+        if self.spans is not None:
+            self.spans.phase("prepare")
 
     def _check_operations(self, plan: Plan) -> None:
         for codec in {spec.route for spec in plan.specs}:
@@ -315,7 +318,10 @@ class Attempt:
         states = self._states(plan)
         period, step, whole = self.reduction.options.measure, self.reduction.step, not self.place.one_host
         measure = period > 0 and (step < FIRST_MEASURED or step % period == 0)
-        self.job = Job(plan, context, have, whole=whole, states=states, measure=measure, room=self.place.room)
+        room, spans = self.place.room, self.spans
+        self.job = Job(
+            plan, context, have, whole=whole, states=states, measure=measure, room=room, spans=spans
+        )
 
     def _states(self, plan: Plan) -> dict[int, State]:
         """Return the states of this call's leaves, as far as they fit their layouts."""
@@ -385,7 +391,12 @@ class Attempt:
             raise NonFiniteError(f"input holds inf or NaN in {_names(bad)}. Nothing was changed")
 
     def release(self) -> None:
-        """Let go of the arrays that the cached plan refers to."""
+        """Let go of the arrays that the cached plan refers to; the call is over."""
+        self._let_go()
+        if self.spans is not None:
+            self.spans.close()
+
+    def _let_go(self) -> None:
         self.job = None
         if self._plan is not None:
             for x in self._plan.operands:
@@ -394,7 +405,7 @@ class Attempt:
     def commit(self, outcome: Outcome) -> None:
         """Take over step and residuals, as every rank does now; raises the outcome's error instead."""
         states = self.job.states if self.job is not None else {}
-        self.release()
+        self._let_go()
         if outcome.error is not None:
             raise outcome.error
         found = self._next_states(outcome.parts, states) if self.reduction.remember else {}
@@ -434,6 +445,8 @@ class Attempt:
     def deliver(self) -> Any:
         """Return the result tree. What fails here (a full memory, say) fails on this rank alone."""
         reduction, values = self.reduction, self._values
+        if self.spans is not None:
+            self.spans.mark()
         for i, slot in enumerate(self._slots):
             if i in self._absent:
                 continue
@@ -441,7 +454,10 @@ class Attempt:
             view = self._views[i]
             if reduction.remember and view is not None and self._is_new(i):
                 reduction.known[self._leaves[i].key] = Known(self._leaves[i], view.detached().wrap)
-        return trees.unflatten(self._treedef, values)
+        result = trees.unflatten(self._treedef, values)
+        if self.spans is not None:
+            self.spans.phase("deliver")
+        return result
 
     def _is_new(self, i: int) -> bool:
         known = self.reduction.known.get(self._leaves[i].key)
