@@ -110,6 +110,7 @@ class Reduction:
 
     def __init__(self, options: Options, *, reducer: int = 0, remember: bool = False) -> None:
         self.options, self.reducer, self.remember = options, reducer, remember
+        self.policy = options.text()
         self.step = 0
         self.residuals: dict[str, npt.NDArray[np.floating[Any]]] = {}
         self.states: dict[str, KeyState] = {}
@@ -207,7 +208,7 @@ class Attempt:
             "compressed_allreduce",
             reducer=reduction.reducer,
             step=reduction.step,
-            policy=reduction.options.text(),
+            policy=reduction.policy,
             state=reduction.options.choices + reduction.adapted(),
         )
         self.spans = timeline.begin(place.rank, self.call)
