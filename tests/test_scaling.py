@@ -38,7 +38,7 @@ def test_fit_finds_the_model() -> None:
 
 
 def test_fit_has_no_negative_part() -> None:
-    alpha, beta, _ = scaling.fit(SIZES, [1e-6 * size**1.5 for size in SIZES])
+    alpha, beta, _ = scaling.fit(SIZES, [2e-4 * (size - 2000) for size in SIZES])
     assert alpha == 0
     assert beta > 0
     alpha, beta, _ = scaling.fit(SIZES, [100.0 - k for k in range(len(SIZES))])
