@@ -73,14 +73,13 @@ def fit(sizes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float, 
     """Return alpha (us) and beta (us a byte), neither below 0, and measured over modelled times."""
     x, t = np.asarray(sizes, np.float64), np.asarray(times_us, np.float64)
     parts = np.stack([np.ones_like(x), x], axis=1) / t[:, None]
-    best: npt.NDArray[np.float64] | None = None
-    for kept in ([0, 1], [0], [1]):  # a negative part is no cost: then the other one alone
+    admissible: list[tuple[float, npt.NDArray[np.float64]]] = []
+    for kept in ([0, 1], [0], [1]):  # a negative part is no cost: then one of them alone
         found = np.zeros(2)
         found[kept] = np.linalg.lstsq(parts[:, kept], np.ones_like(t), rcond=None)[0]
         if (found >= 0).all():
-            best = found
-            break
-    assert best is not None
+            admissible.append((float(((parts @ found - 1) ** 2).sum()), found))
+    best = min(admissible, key=lambda one: one[0])[1]
     modelled = best[0] + best[1] * x
     return float(best[0]), float(best[1]), (t / modelled).tolist()
 

@@ -18,7 +18,19 @@ LOOKS: dict[str, dict[str, Any]] = {
     "float": {"linewidth": 1.4},
     "codec": {"linewidth": 2.0},
 }
-COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31", "#7f7f7f", "#9467bd")
+COLOURS = (
+    "#d55e00",
+    "#0072b2",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#8c6d31",
+    "#7f7f7f",
+    "#9467bd",
+    "#17becf",
+    "#5254a3",
+)
 MARKERS = "osD^v<>PXph*"
 BOUND = {"color": "0.6", "linewidth": 0.9, "linestyle": "-.", "zorder": 1}
 
