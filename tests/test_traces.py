@@ -111,6 +111,24 @@ def test_off_records_nothing() -> None:
     assert timeline.begin(0, None) is None  # type: ignore[arg-type]
 
 
+def test_results_are_the_same_with_and_without(tmp_path: Path) -> None:
+    """Steps, and with them noise, are not touched."""
+    x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
+
+    def program(comm: gccomm.Communicator, traced: bool) -> list[bytes]:
+        found = []
+        for step in range(3):
+            if traced:
+                with gccomm.tracing(tmp_path / f"{step}.json", comm=comm):
+                    found.append(comm.compressed_allreduce(x, codec="uniform:wire_bits=4").tobytes())
+            else:
+                found.append(comm.compressed_allreduce(x, codec="uniform:wire_bits=4").tobytes())
+        return found
+
+    one, other = (gccomm.testing.run(lambda comm, t=t: program(comm, t), 2) for t in (False, True))
+    assert one == other
+
+
 def test_a_failed_call_ends_its_span(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with gccomm.tracing(path):
