@@ -45,6 +45,7 @@ __all__ = ["Job", "Outcome", "reduce", "rendezvous"]
 
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
 DEPTH = 2  # pieces on their way
+NONE = np.empty(0, dtype=np.uint32)
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class Job:
         self.room = max((sum(_room(x) for x in piece) for piece in plan.pieces), default=0)
         count = max(SUM_WORDS + self.room + 2, MESSAGE_WORDS)
         self.words = scratch(count)
-        self.more = scratch(count if len(plan.pieces) > 1 else 0)  # of the second piece on its way
+        self.more = scratch(count) if len(plan.pieces) > 1 else NONE  # of the second piece on its way
 
     def _sketch(self) -> None:
         """Choose the operands whose errors are measured."""
@@ -219,8 +220,12 @@ class _Engine:
             piece = self._piece(self.first[0], self.job.words)
             piece.take(self.head, self.job.words[SUM_WORDS:], self.head_tag)
             yield from piece.send(self.queue)
-        yield from self._piece(self.running, self.job.words).agree()
-        yield from self._pieces()
+        if pending(self.running, Agree):
+            yield from self._piece(self.running, self.job.words).agree()
+        if len(self.job.plan.pieces) == 1:
+            yield from self._drive(0)  # nothing to overlap with
+        else:
+            yield from self._pieces()
         yield from self._redo(call)
         ended = [r for _, mine in sorted(self.ended.items()) for r in mine]
         outcome.parts = _parts(ended)
