@@ -27,6 +27,7 @@ SHARED_LIMIT_US = 40.0  # of the least size, between ranks of one host
 LINK_RATIO = 2.5  # of the least size, over MPI's own time, between hosts
 CODECS = ("raw", "bf16", "uniform:wire_bits=8", "rotated:wire_bits=8")
 LEAST_S = 0.5  # of measured rounds of one size, within the limits on their number
+WARM_S = 0.2  # of rounds before
 Row = dict[str, Any]
 
 
@@ -52,7 +53,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             calls = [way.call for way in ways]
             trial = interleaved(calls, 1, 1, stopper, mpi)
             iters = int(np.clip(LEAST_S / trial.sum(), options.least, options.most))
-            seconds = interleaved(calls, options.warmup, iters, stopper, mpi)
+            warmup = max(options.warmup, min(iters, int(WARM_S / trial.sum())))
+            seconds = interleaved(calls, warmup, iters, stopper, mpi)
             for way, times in zip(ways, seconds.T, strict=True):
                 row = asdict(make_row(way, times, size, x.size, comm.size, 0.0))
                 row |= {"n": comm.size, "hosts": hosts, "iters": iters}
