@@ -4,8 +4,8 @@
     gccomm netlab run -n 4 benchmarks/lab.py --size 16M --json FILE
 
 MPI's own all-reduce of float32, and of as many bytes as there are coordinates, in 32-bit words; gccomm's
-codecs; torch.distributed's gloo where PyTorch is installed. The bound of each is what its bytes take at the
-measured rate of the link. A run that is faster than its link is refused.
+codecs; gloo, DDP's hooks and mpi4jax where they are installed. The bound of each is what its bytes take at
+the measured rate of the link. A run that is faster than its link is refused.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from gccomm_launch.arguments import byte_count, natural, output, positive
 from gccomm_launch.bench import write_json
+from gccomm_launch.bench_peers import HOOKS, Peers, open_peers
 from gccomm_launch.bench_report import machine, make_row
 from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
 from gccomm_launch.bench_ways import Way, codec_way, mpi_ways, usable_ways
 from gccomm_launch.netlab import FasterThanLinkError, Lab
+from gccomm_launch.progress import progress
 from mpi4py import MPI
 
 import gccomm
@@ -63,63 +63,38 @@ def words_way(count: int, mpi: MPI.Intracomm) -> Way:
     return Way(WORDS, "mpi", call, lambda: words.nbytes)
 
 
-@contextmanager
-def gloo_ways(x: npt.NDArray[np.float32], mpi: MPI.Intracomm) -> Iterator[list[Way]]:
-    """Give gloo's all-reduces of float32 and bfloat16, conversions included, if all ranks have PyTorch."""
-    if not mpi.allreduce(find_spec("torch") is not None, MPI.LAND):
-        yield []
-        return
-    import torch
-    import torch.distributed as dist
-
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    host = os.environ.get("MASTER_ADDR", socket.gethostname())
-    host, port = mpi.bcast((host, port))
-    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=mpi.rank, world_size=mpi.size)
-    source = torch.from_numpy(x)
-
-    def call(dtype: torch.dtype) -> npt.NDArray[np.float32]:
-        total = source.to(dtype, copy=True)
-        dist.all_reduce(total)
-        result: npt.NDArray[np.float32] = total.to(torch.float32).numpy()
-        return result
-
-    try:
-        yield [
-            Way("gloo", "gloo", lambda: call(torch.float32), lambda: x.nbytes),
-            Way("gloo bfloat16", "gloo", lambda: call(torch.bfloat16), lambda: x.nbytes // 2),
-        ]
-    finally:
-        dist.destroy_process_group()
-
-
 def type_of(name: str) -> str:
     """Return the type of the array that a way is given."""
-    return {WORDS: "uint32", "gloo bfloat16": "bfloat16"}.get(name, "float32")
+    return {WORDS: "uint32", "gloo bfloat16": "bfloat16", HOOKS[0]: "float16"}.get(name, "float32")
 
 
 def measure(
-    options: argparse.Namespace, comm: gccomm.Communicator, lab: Lab, hosts: Sequence[int], stopper: Stopper
+    options: argparse.Namespace,
+    comm: gccomm.Communicator,
+    lab: Lab,
+    hosts: Sequence[int],
+    stopper: Stopper,
+    peers: Peers,
 ) -> list[dict[str, Any]]:
     """Time all ways interleaved and return their rows; FasterThanLinkError on all ranks alike."""
     mpi = MPI.COMM_WORLD
     count = options.size // 4
     x = np.random.default_rng((options.seed, comm.rank)).standard_normal(count, np.float32)
     codecs = [codec_way(name, x, comm) for name in CODECS]
-    with gloo_ways(x, mpi) as gloo:
-        ways, _ = usable_ways([mpi_ways(x, mpi)[0], words_way(count, mpi), *codecs, *gloo])
-        seconds = interleaved([way.call for way in ways], options.warmup, options.iters, stopper, mpi)
-        exact = exact_sum(x, mpi)
-        rows = []
-        for way, times in zip(ways, seconds.T, strict=True):
-            result = way.call()
-            error = 0.0 if way.name == WORDS else vnmse(result, exact, mpi)
-            row = make_row(way, times, 4 * count, count, comm.size, error)
-            bound = lab.bound(row.wire_bytes, hosts)
-            rows.append({**asdict(row), "type": type_of(way.name), "bound_us": bound * 1e6})
-            lab.check(row.wire_bytes, row.time_us / 1e6, hosts)
+    others, _ = peers.ways(x)
+    ways, _ = usable_ways([mpi_ways(x, mpi)[0], words_way(count, mpi), *codecs, *others])
+    with progress(options.warmup + options.iters, "lab", speaks=comm.rank == 0) as tick:
+        calls = [way.call for way in ways]
+        seconds = interleaved(calls, options.warmup, options.iters, stopper, mpi, tick)
+    exact = exact_sum(x, mpi)
+    rows = []
+    for way, times in zip(ways, seconds.T, strict=True):
+        result = way.call()
+        error = 0.0 if way.name == WORDS else vnmse(result, exact, mpi)
+        row = make_row(way, times, 4 * count, count, comm.size, error)
+        bound = lab.bound(row.wire_bytes, hosts)
+        rows.append({**asdict(row), "type": type_of(way.name), "bound_us": bound * 1e6})
+        lab.check(row.wire_bytes, row.time_us / 1e6, hosts)
     return rows
 
 
@@ -176,14 +151,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return finish(f"lab.py: {found}", 2)
     lab, hosts = found
     try:
-        with stopper.signals():
-            rows = measure(options, comm, lab, hosts, stopper)
+        with stopper.signals(), open_peers(MPI.COMM_WORLD) as peers:
+            assert peers is not None
+            absent = peers.unavailable
+            rows = measure(options, comm, lab, hosts, stopper, peers)
     except StoppedError:
         return finish("# interrupted", 130)
     except FasterThanLinkError as error:
         return finish(f"lab.py: refused: {error}", 1)
     report = {"machine": machine(), "ranks": comm.size, "lab": asdict(lab), "hosts": hosts, "rows": rows}
+    report["unavailable"] = absent
     heading = [f"{comm.size} ranks, {report['machine']['mpi']}", *lab.describe()]
+    heading += [f"{name}: not available: {reason}" for name, reason in absent.items()]
     if comm.rank == 0:
         print("\n".join([*(f"# {text}" for text in heading), HEADER, *map(line, rows)]), flush=True)
         if options.json is not None:

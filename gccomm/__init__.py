@@ -20,6 +20,8 @@ from gccomm.errors import (
     UnknownCodecError,
 )
 from gccomm.reducer import Reducer
+from gccomm.traces import from_environment as _trace_from_environment
+from gccomm.traces import tracing
 from gccomm.work import Work
 
 __version__ = _version("gccomm")
@@ -46,4 +48,7 @@ __all__ = [
     "list_codecs",
     "register_codec",
     "testing",
+    "tracing",
 ]
+
+_trace_from_environment()

@@ -38,12 +38,14 @@ from gccomm.running import Message, Running, answer, fill, messages, pending, wa
 from gccomm.sketch import LARGEST, Sketch, chosen
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Context, Redo, Sum, Words
+from gccomm.timeline import CallSpans
 from gccomm.transfers import Finish, LaneAdd, Maximum, Start, Transfer, WordAdd
 
 __all__ = ["Job", "Outcome", "reduce", "rendezvous"]
 
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
 DEPTH = 2  # pieces on their way
+NONE = np.empty(0, dtype=np.uint32)
 
 
 @dataclass(slots=True)
@@ -87,6 +89,8 @@ class Job:
         Estimate the error.
     room : callable
         From a number of bytes to the memory that the back end would have the next sum's data in, or None.
+    spans : CallSpans, optional
+        Where to note what is done when.
     """
 
     def __init__(
@@ -99,8 +103,9 @@ class Job:
         states: Mapping[int, Any] | None = None,
         measure: bool = False,
         room: Callable[[int], Buffer | None] = lambda _nbytes: None,
+        spans: CallSpans | None = None,
     ) -> None:
-        self.place = room
+        self.place, self.spans = room, spans
         self.plan, self.context, self.whole = plan, context, whole
         self.have, self.states = have, states or {}
         if measure:
@@ -111,7 +116,7 @@ class Job:
         self.room = max((sum(map(self._room, piece)) for piece in plan.pieces), default=0)
         count = max(SUM_WORDS + self.room + 2, MESSAGE_WORDS)
         self.words = scratch(count)
-        self.more = scratch(count if len(plan.pieces) > 1 else 0)  # of the second piece on its way
+        self.more = scratch(count) if len(plan.pieces) > 1 else NONE  # of the second piece on its way
 
     def _sketch(self) -> None:
         """Choose the operands whose errors are measured."""
@@ -166,7 +171,7 @@ def reduce(call: Call, job: Job | None, rank: int, size: int) -> Generator[Trans
 class _Engine:
     def __init__(self, job: Job, rank: int, size: int) -> None:
         self.job, self.rank, self.size = job, rank, size
-        self.wire = Wire(rank, size)
+        self.wire = Wire(rank, size, job.spans)
         self.stats = self.wire.stats
         self.first: list[list[Running]] = []  # of the pieces whose agreement begins with the header
         self.running: list[Running] = []  # all of them
@@ -212,11 +217,16 @@ class _Engine:
         if missing:
             outcome.present = yield from self._presence()
         if self.queue is not None:
+            self.wire.begin_piece(0)
             piece = self._piece(self.first[0], self.job.words)
             piece.take(self.head, self.job.words[SUM_WORDS:], self.head_tag)
             yield from piece.send(self.queue)
-        yield from self._piece(self.running, self.job.words).agree()
-        yield from self._pieces()
+        if pending(self.running, Agree):
+            yield from self._piece(self.running, self.job.words).agree()
+        if len(self.job.plan.pieces) == 1:
+            yield from self._drive(0)  # nothing to overlap with
+        else:
+            yield from self._pieces()
         yield from self._redo(call)
         ended = [r for _, mine in sorted(self.ended.items()) for r in mine]
         outcome.parts = _parts(ended)
@@ -256,6 +266,7 @@ class _Engine:
 
     def _drive(self, number: int) -> Moves:
         """Reduce a piece, in memory that no other one on its way has."""
+        self.wire.begin_piece(number)
         if number < len(self.first):
             mine = self.first[number]
         else:
@@ -301,6 +312,8 @@ class _Engine:
     def _finish(self, number: int, mine: list[Running]) -> None:
         stats = self.stats
         self.ended[number] = mine
+        if self.wire.spans is not None:
+            self.wire.spans.end_piece(number)
         for r in mine:
             x = r.operand
             stats.float32_bytes += 4 * x.coordinates
@@ -330,6 +343,7 @@ class _Engine:
         error = yield from verify(again, self.rank, self.size, message)
         if error is not None:
             raise BackendError(f"rank {self.rank}: sums were corrupted on the way: {error}")
+        self.wire.piece = None
         piece = self._piece(late, self.job.words)
         for message_ in messages(late, min(self.job.room, REDO_WORDS)):
             right = yield from piece.send_one(message_)

@@ -8,6 +8,9 @@ seconds (a peer is gone), the back end aborts the job.
 
 from __future__ import annotations
 
+# What signal itself calls; signal's own functions look each handler up among enum members, which takes longer
+# than the rest of this.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 import time
@@ -32,9 +35,9 @@ class HoldInterrupts:
 
     def __enter__(self) -> HoldInterrupts:
         if threading.current_thread() is threading.main_thread():
-            self._previous = signal.getsignal(signal.SIGINT)
+            self._previous = _signal.getsignal(_signal.SIGINT)
             if callable(self._previous):  # not SIG_IGN, SIG_DFL or a handler that is not Python's
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(_signal.SIGINT, self._note)
                 self._active = True
         return self
 
@@ -51,6 +54,6 @@ class HoldInterrupts:
             return
         self._active = False  # from here on a signal sets no deadline
         self._backend.interrupt_deadline = None
-        signal.signal(signal.SIGINT, self._previous)
+        _signal.signal(_signal.SIGINT, self._previous)
         if self._caught:
             signal.raise_signal(signal.SIGINT)

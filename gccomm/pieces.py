@@ -12,6 +12,7 @@ from gccomm.errors import BackendError
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Energies, FloatSum, Fold, LaneSum, OpSum, Sum, Words
+from gccomm.timeline import CallSpans
 from gccomm.transfers import Combine, FloatAdd, Folding, LaneAdd, Maximum, Whole, WordAdd
 
 __all__ = ["MASK", "Moves", "Piece", "Wire", "scratch"]
@@ -19,6 +20,7 @@ __all__ = ["MASK", "Moves", "Piece", "Wire", "scratch"]
 _WIRE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _NUMPY = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "float16": np.uint16}
 MASK = 0xFFFFFFFF
+_ALONE = (LaneSum, FloatSum, OpSum, Fold)
 
 Moves = Generator[Whole, None, None]
 
@@ -36,12 +38,21 @@ class Wire:
     ----------
     rank, size : int
         This rank and the number of ranks.
+    spans : CallSpans, optional
+        Where to note what is done when.
+
+    Attributes
+    ----------
+    piece : int or None
+        The piece that is worked on.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, spans: CallSpans | None = None) -> None:
         self.rank, self.size = rank, size
         self.stats = Stats()
         self.tag = 0
+        self.spans = spans
+        self.piece: int | None = None
         self._clock = time.perf_counter()
 
     def lap(self) -> float:
@@ -52,11 +63,29 @@ class Wire:
 
     def move(self, transfer: Whole, nbytes: int) -> Moves:
         """Ask for a transfer, and count it."""
+        piece, encoding = self.piece, self._clock
         self.stats.encode_s += self.lap()
+        sent = self._clock
         yield transfer
+        self.piece, waiting = piece, self._clock  # other pieces may have gone on meanwhile
         self.stats.wire_s += self.lap()
         self.stats.wire_bytes += nbytes
         self.stats.messages += 1
+        if self.spans is not None:
+            self.spans.moved(transfer, piece, nbytes, (encoding, sent, waiting, self._clock))
+
+    def begin_piece(self, number: int) -> None:
+        """Count what follows as this piece's."""
+        self.piece = number
+        if self.spans is not None:
+            self.spans.begin_piece(number)
+
+    def decoded(self) -> None:
+        """Count the time since the last transfer as spent on its sums."""
+        began = self._clock
+        self.stats.decode_s += self.lap()
+        if self.spans is not None:
+            self.spans.decoded(self.piece, began, self._clock)
 
     def share(self, encode_s: float, decode_s: float) -> None:
         """Count seconds of the last transfer as spent on encoding and decoding."""
@@ -132,22 +161,20 @@ class Piece:
                 fill(mine, Energies, words)
                 yield from self.wire.move(WordAdd(words), words.nbytes)
                 answer(mine, Energies, words)
-            elif lanes := pending(mine, LaneSum):
-                for r in lanes:
-                    yield from self._sum_lanes(r)
             elif sums := pending(mine, Sum):
                 yield from self.send(messages(sums, self._room))
-            elif floats := pending(mine, FloatSum):
-                for r in floats:
-                    yield from self._sum_floats(r)
-            elif own := pending(mine, OpSum):
-                for r in own:
-                    yield from self._combine(r)
-            elif folds := pending(mine, Fold):
-                for r in folds:
-                    yield from self._fold(r)
+            elif one := next((r for r in mine if type(r.step) in _ALONE), None):
+                yield from self._alone(one)
             else:
                 return
+
+    def _alone(self, r: Running) -> Moves:
+        """Reduce what is not fused with others' steps."""
+        if isinstance(r.step, LaneSum):
+            return self._sum_lanes(r)
+        if isinstance(r.step, FloatSum):
+            return self._sum_floats(r)
+        return self._combine(r) if isinstance(r.step, OpSum) else self._fold(r)
 
     def send(self, queue: Iterator[Message]) -> Moves:
         """Send messages, one after the other."""
@@ -173,7 +200,7 @@ class Piece:
         """Check the tag behind a summed message and hand its sums out."""
         self.wire.check(tag, int(sums[message.words]))
         right = message.decode(sums[: message.words])
-        self.wire.stats.decode_s += self.wire.lap()
+        self.wire.decoded()
         return right
 
     def _sum_floats(self, r: Running) -> Moves:
@@ -192,7 +219,7 @@ class Piece:
             step.encode(0, step.blocks, sent)
             yield from self.wire.move(FloatAdd(sent, buffer, step.dtype), nbytes)
             step.decode(0, step.blocks, buffer)
-        self.wire.stats.decode_s += self.wire.lap()
+        self.wire.decoded()
         r.answer(None)
 
     def _sum_lanes(self, r: Running) -> Moves:
@@ -212,7 +239,7 @@ class Piece:
         step.encode(words)
         yield from self.wire.move(Combine(words, step.operation, step.seed), words.nbytes)
         step.decode(words)
-        self.wire.stats.decode_s += self.wire.lap()
+        self.wire.decoded()
         r.answer(None)
 
     def _fold(self, r: Running) -> Moves:

@@ -6,6 +6,7 @@ Per call only pointers and noise keys are filled in.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from gccomm.noise import private_keys, step_key, tensor_key
 from gccomm.operand import Operand, segment_table
 
 __all__ = ["Plan"]
+
+# What a call fills in.
+COLUMNS = ("src", "dst", "res_in", "res_out", "sign0", "sign1", "key0", "key1")
 
 
 class Plan:
@@ -62,12 +66,16 @@ class Plan:
         self.layout = digest("\n".join(self.lines()))
         self.keys = [tensor_key(s.key, seed) for s in specs]
         self._step = -1
-        self._private = np.array([s.route.private for s in specs], dtype=bool)
+        private = np.array([s.route.private for s in specs], dtype=bool)
         ranges = cut(specs, piece_coordinates, bucket_bytes, lane_sums=lane_sums)
         pieces = [_group(piece, self.specs) for piece in ranges]
         segments = [segment for batches in pieces for batch in batches for segment in batch]
         self.leaf_of = np.array([s.leaf for s in segments], dtype=np.int64)
+        each = len(segments) == len(specs) and bool((self.leaf_of == np.arange(len(specs))).all())
+        self._leaf_of: Any = slice(None) if each else self.leaf_of  # a slice takes less time
         self.table = segment_table(segments, self.specs)
+        self._columns = {name: self.table[name] for name in COLUMNS}
+        self._private = private[self.leaf_of][:, None] if private.any() else None
         self.pieces = self._operands(pieces)
         self.operands = [operand for piece in self.pieces for operand in piece]
         for x in self.operands:
@@ -99,16 +107,19 @@ class Plan:
         residuals: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None,
     ) -> None:
         """Fill in this call's addresses (one a leaf, 0: absent) and noise keys."""
-        self.table["src"], self.table["dst"] = src[self.leaf_of], dst[self.leaf_of]
+        columns, leaf_of = self._columns, self._leaf_of
+        columns["src"][:], columns["dst"][:] = src[leaf_of], dst[leaf_of]
         if residuals is not None:
-            self.table["res_in"], self.table["res_out"] = (r[self.leaf_of] for r in residuals)
+            columns["res_in"][:], columns["res_out"][:] = (r[leaf_of] for r in residuals)
         if step != self._step:
             keys = [step_key(a, b, step) for a, b in self.keys]
-            both = np.array(keys, dtype=np.uint32).reshape(-1, 2)[self.leaf_of]
-            self.table["sign0"], self.table["sign1"] = both[:, 0], both[:, 1]
+            both = np.array(keys, dtype=np.uint32).reshape(-1, 2)[leaf_of]
             self._share(both)
-            own = np.where(self._private[self.leaf_of][:, None], private_keys(both, rank), both)
-            self.table["key0"], self.table["key1"] = own[:, 0], own[:, 1]
+            own = both
+            if self._private is not None:
+                own = np.where(self._private, private_keys(both, rank), both)
+            columns["sign0"][:], columns["sign1"][:] = both[:, 0], both[:, 1]
+            columns["key0"][:], columns["key1"][:] = own[:, 0], own[:, 1]
             self._step = step
 
     def _share(self, keys: npt.NDArray[np.uint32]) -> None:

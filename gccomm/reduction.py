@@ -9,21 +9,21 @@ it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gccomm import arrays, kernels, trees
+from gccomm import arrays, kernels, timeline, trees
 from gccomm.agreement import Call, digest
-from gccomm.codecs.base import Codec, State, state_digest
+from gccomm.codecs.base import State, state_digest
 from gccomm.codecs.exact import Integers, TwoWords
 from gccomm.engine import Job, Outcome, reduce
 from gccomm.errors import NegotiationError, NonFiniteError
 from gccomm.lanes import rank_shift
-from gccomm.layout import PIECE_COORDINATES, LeafSpec
+from gccomm.layout import LeafSpec
+from gccomm.options import Options, Place
 from gccomm.plan import Plan
 from gccomm.remembered import STORAGE, KeyState, Known, Leaf
 from gccomm.stats import Measured, Stats
@@ -45,56 +45,6 @@ FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands: its number, the number of ranks, whether they share one host, the operations of
-    its back end's own, where that would have the data of the next sum (None: anywhere), and whether it sums
-    lanes by itself.
-    """
-
-    rank: int
-    size: int
-    one_host: bool = True
-    operations: frozenset[str] = frozenset()
-    room: Callable[[int], Buffer | None] = lambda _nbytes: None
-    sums_lanes: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What must be equal on all ranks of a reduction besides the arrays themselves.
-
-    ``codec``, ``op`` and ``feedback`` give the choice for a key; ``choices`` says the same in words.
-    """
-
-    codec: Callable[[str], Codec]
-    op: Callable[[str], str]
-    feedback: Callable[[str, Codec], bool] = field(default=lambda _key, _codec: False)
-    exact_below: int = 1024
-    nonfinite: str = "propagate"
-    seed: int = 0
-    bucket_bytes: int = 25 << 20
-    piece_coordinates: int = PIECE_COORDINATES
-    measure: int = 0  # errors in every so many steps, and the first ones; 0: never
-    choices: str = ""
-
-    @classmethod
-    def single(
-        cls, codec: Codec, op: str, feedback: bool, exact_below: int, nonfinite: str, **more: Any
-    ) -> Options:
-        """Return options whose codec, operation and feedback are the same for all keys."""
-        choices = f"codec={codec!r}, op={op!r}"
-        ways = (lambda _key: codec, lambda _key: op, lambda _key, _codec: feedback)
-        return cls(*ways, exact_below, nonfinite, choices=choices, **more)
-
-    def text(self) -> str:
-        """Return the options that neither a leaf nor ``choices`` carries, for the agreement."""
-        return (
-            f"exact_below={self.exact_below}, nonfinite={self.nonfinite!r}, seed={self.seed}, "
-            f"bucket_bytes={self.bucket_bytes}, piece_coordinates={self.piece_coordinates}"
-        )
-
-
 class Reduction:
     """Options, plans and per-key state of a stream of reductions.
 
@@ -112,6 +62,7 @@ class Reduction:
 
     def __init__(self, options: Options, *, reducer: int = 0, remember: bool = False) -> None:
         self.options, self.reducer, self.remember = options, reducer, remember
+        self.policy = options.text()
         self.step = 0
         self.residuals: dict[str, npt.NDArray[np.floating[Any]]] = {}
         self.states: dict[str, KeyState] = {}
@@ -220,9 +171,10 @@ class Attempt:
             "compressed_allreduce",
             reducer=reduction.reducer,
             step=reduction.step,
-            policy=reduction.options.text(),
+            policy=reduction.policy,
             state=reduction.options.choices + reduction.adapted(),
         )
+        self.spans = timeline.begin(place.rank, self.call)
         self.job: Job | None = None
         self._plan: Plan | None = None
         self._leaves: list[Leaf] = []
@@ -254,6 +206,8 @@ class Attempt:
         self._outs = self._look_at_out(out, keys)
         self._bind(plan)
         self._check_finite(plan)
+        if self.spans is not None:
+            self.spans.phase("prepare")
 
     def _check_operations(self, plan: Plan) -> None:
         for codec in {spec.route for spec in plan.specs}:
@@ -332,8 +286,11 @@ class Attempt:
         )
         have = [view is not None for view in self._views]
         states = self._states(plan)
-        whole, room, measure = not self.place.one_host, self.place.room, self._measure
-        self.job = Job(plan, context, have, whole=whole, states=states, measure=measure, room=room)
+        whole, measure = not self.place.one_host, self._measure
+        room, spans = self.place.room, self.spans
+        self.job = Job(
+            plan, context, have, whole=whole, states=states, measure=measure, room=room, spans=spans
+        )
 
     def _states(self, plan: Plan) -> dict[int, State]:
         """Return the states of this call's leaves, as far as they fit their layouts."""
@@ -403,7 +360,12 @@ class Attempt:
             raise NonFiniteError(f"input holds inf or NaN in {_names(bad)}. Nothing was changed")
 
     def release(self) -> None:
-        """Let go of the arrays that the cached plan refers to."""
+        """Let go of the arrays that the cached plan refers to; the call is over."""
+        self._let_go()
+        if self.spans is not None:
+            self.spans.close()
+
+    def _let_go(self) -> None:
         self.job = None
         if self._plan is not None:
             for x in self._plan.operands:
@@ -418,7 +380,7 @@ class Attempt:
     def settle(self, outcome: Outcome) -> None:
         """Take in what the call came to and leave the reduction as it is; raises the outcome's error."""
         states = self.job.states if self.job is not None else {}
-        self.release()
+        self._let_go()
         if outcome.error is not None:
             raise outcome.error
         self._found = self._next_states(outcome.parts, states) if self.reduction.remember else {}
@@ -465,6 +427,8 @@ class Attempt:
     def deliver(self) -> Any:
         """Return the result tree. What fails here (a full memory, say) fails on this rank alone."""
         reduction, values = self.reduction, self._values
+        if self.spans is not None:
+            self.spans.mark()
         for i, slot in enumerate(self._slots):
             if i in self._absent:
                 continue
@@ -472,7 +436,10 @@ class Attempt:
             view = self._views[i]
             if reduction.remember and view is not None and self._is_new(i):
                 reduction.known[self._leaves[i].key] = Known(self._leaves[i], view.detached().wrap)
-        return trees.unflatten(self._treedef, values)
+        result = trees.unflatten(self._treedef, values)
+        if self.spans is not None:
+            self.spans.phase("deliver")
+        return result
 
     def _is_new(self, i: int) -> bool:
         known = self.reduction.known.get(self._leaves[i].key)

@@ -149,11 +149,15 @@ def _finish(attempts: Sequence[Attempt], outcomes: Sequence[Outcome]) -> list[An
     errors = [o.error for o in outcomes]
     if len({(type(e), str(e)) for e in errors}) > 1:
         raise BackendError(f"virtual ranks end differently: {errors!r}")
-    for attempt, outcome in zip(attempts, outcomes, strict=True):
-        attempt.commit(outcome)
-        for note in attempt.notes:
-            warnings.warn(note, stacklevel=2)
-    return [attempt.deliver() for attempt in attempts]
+    try:
+        for attempt, outcome in zip(attempts, outcomes, strict=True):
+            attempt.commit(outcome)
+            for note in attempt.notes:
+                warnings.warn(note, stacklevel=2)
+        return [attempt.deliver() for attempt in attempts]
+    finally:
+        for attempt in attempts:
+            attempt.release()
 
 
 def _lockstep(runs: Sequence[Generator[Transfer, None, Outcome]]) -> list[Outcome]:

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,7 +102,10 @@ def examples_of(target: str | Path) -> subprocess.CompletedProcess[str]:
     """Run this file on a page or module in a clean process, alone in its world, warnings being errors."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     command = [sys.executable, "-W", "error", __file__, str(target)]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    with tempfile.TemporaryDirectory() as folder:  # for the files that examples write
+        return subprocess.run(
+            command, env=environ, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        )
 
 
 def sources() -> Iterator[tuple[str, Path]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 from gccomm import UnknownCodecError, backends, get_codec
 from gccomm_launch.accuracy_families import FAMILIES, MULTIPLE, Family, Recording
 from gccomm_launch.accuracy_measure import Row, Settings, measure
-from gccomm_launch.arguments import codec, coordinate_count, natural, output, positive
+from gccomm_launch.arguments import FIGURES, codec, coordinate_count, figure, natural, output, positive
 from gccomm_launch.bench import write_json
 from gccomm_launch.machine import machine
 
@@ -42,7 +41,6 @@ CODECS = (
     "powersgd",
 )
 WIRE_BITS = (2, 3, 4, 5, 6, 8, 10, 16)
-PLOTS = (".pdf", ".png", ".svg")
 _PAUSE_S = 5.0  # between lines about progress
 
 
@@ -120,8 +118,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("-w", "--warmup", type=natural, default=2, metavar="N", help="steps not measured (default 2)")
     add("--seed", type=natural, default=0, metavar="N", help="of inputs and rounding (default 0)")
     add("--json", type=output, metavar="FILE", help="also write everything to FILE")
-    plot_help = f"also draw vNMSE against wire bits ({', '.join(PLOTS)}); needs matplotlib"
-    add("--plot", type=_figure, metavar="FILE", help=plot_help)
+    plot_help = f"also draw vNMSE against wire bits ({', '.join(FIGURES)}); needs matplotlib"
+    add("--plot", type=figure, metavar="FILE", help=plot_help)
     options = parser.parse_args(argv)
     if options.warmup >= options.steps:
         parser.error(f"--steps {options.steps} leaves nothing to measure after --warmup {options.warmup}")
@@ -238,14 +236,3 @@ def _recording(text: str) -> Recording:
         return Recording(Path(text))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _figure(text: str) -> Path:
-    path = output(text)
-    if path.suffix not in PLOTS:
-        message = f"must end with one of {', '.join(PLOTS)}; got {text!r}"
-        raise argparse.ArgumentTypeError(message)
-    if importlib.util.find_spec("matplotlib") is None:
-        message = "needs matplotlib: pip install 'gccomm[cli]'"
-        raise argparse.ArgumentTypeError(message)
-    return path

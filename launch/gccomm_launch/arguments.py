@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 
-__all__ = ["byte_count", "codec", "coordinate_count", "factor", "natural", "output", "positive"]
+__all__ = [
+    "FIGURES",
+    "byte_count",
+    "codec",
+    "coordinate_count",
+    "factor",
+    "figure",
+    "natural",
+    "output",
+    "positive",
+]
 
+FIGURES = (".pdf", ".png", ".svg")
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -73,5 +85,17 @@ def output(text: str) -> Path:
     path = Path(text)
     if not path.absolute().parent.is_dir():
         message = f"there is no folder {path.absolute().parent}"
+        raise argparse.ArgumentTypeError(message)
+    return path
+
+
+def figure(text: str) -> Path:
+    """Return the path of a figure to write; matplotlib is there to draw it."""
+    path = output(text)
+    if path.suffix not in FIGURES:
+        message = f"must end with one of {', '.join(FIGURES)}; got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    if importlib.util.find_spec("matplotlib") is None:
+        message = "needs matplotlib: pip install 'gccomm[cli]'"
         raise argparse.ArgumentTypeError(message)
     return path

@@ -9,19 +9,21 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gccomm_launch.arguments import byte_count, codec, factor, natural, output, positive
+from gccomm_launch.arguments import byte_count, codec, factor, figure, natural, output, positive
 
 if TYPE_CHECKING:
     import gccomm
+    from gccomm_launch.bench_peers import Peers
     from gccomm_launch.bench_report import Row
     from gccomm_launch.bench_timing import Stopper
+    from gccomm_launch.bench_trace import Traces
 
 __all__ = ["DEFAULT_CODECS", "bench", "byte_count", "measure_size", "parse", "sizes", "write_json"]
 
@@ -59,8 +61,10 @@ def bench(argv: Sequence[str]) -> int:
         return accuracy([text for text in argv if text != "--accuracy"])
     options = parse(argv)
     if backends.launcher() is None:
+        from gccomm_launch.progress import pass_on
         from gccomm_launch.run import run
 
+        pass_on(os.environ)
         return run(["-n", str(options.n or 2), "-m", "gccomm_launch.bench", *argv])
     return _on_ranks(options)
 
@@ -88,6 +92,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--dtype", choices=("float32", "float64", "float16"), default="float32", help=dtype_help)
     add("--seed", type=natural, default=0, metavar="N", help="of the Gaussian inputs (default 0)")
     add("--json", type=output, metavar="FILE", help="also write everything to FILE")
+    add("--no-peers", dest="peers", action="store_false", help="leave out other libraries' all-reduces")
+    add("--plot", type=figure, metavar="FILE", help="draw time and busbw against size (needs matplotlib)")
+    trace_help = (
+        "also write a timeline of one more call of each codec and size to FILE (https://ui.perfetto.dev)"
+    )
+    add("--trace", type=output, metavar="FILE", help=trace_help)
     accuracy_help = "measure errors in place of times; `gccomm bench --accuracy --help` shows its options"
     add("--accuracy", action="store_true", help=accuracy_help)
     options = parser.parse_args(argv)
@@ -115,7 +125,8 @@ def _on_ranks(options: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     import gccomm
-    from gccomm_launch.bench_report import HEADER, compare, machine
+    from gccomm_launch.bench_peers import open_peers
+    from gccomm_launch.bench_report import machine
     from gccomm_launch.bench_timing import StoppedError, Stopper
 
     comm = gccomm.init("mpi")
@@ -125,40 +136,83 @@ def _on_ranks(options: argparse.Namespace) -> int:
         return 2
     mpi = MPI.COMM_WORLD.Dup()
     stopper = Stopper(mpi)
+    files = {name: getattr(options, name) for name in ("json", "plot", "trace")}
     report: dict[str, Any] = {
         "machine": machine(),
         "ranks": comm.size,
-        "options": {**vars(options), "n": comm.size, "json": options.json and str(options.json)},
+        "options": {**vars(options), "n": comm.size, **{k: v and str(v) for k, v in files.items()}},
         "rows": [],
         "refused": [],
+        "unavailable": {},
+        "bounds": [],
         "comparisons": [],
     }
     try:
-        with stopper.signals():
-            _say(speaks, _heading(report), HEADER)
-            for size in sizes(options):
-                rows, refused = measure_size(size, options, comm, mpi, stopper)
-                comparison = compare(rows)
-                notes = [f"# {name}: left out, refused: {reason}" for name, reason in refused.items()]
-                _say(speaks, *(row.line() for row in rows), *comparison.lines(), *notes)
-                report["rows"] += [asdict(row) for row in rows]
-                report["refused"] += [
-                    {"size": size, "codec": name, "reason": refused[name]} for name in refused
-                ]
-                report["comparisons"].append(asdict(comparison))
+        with stopper.signals(), open_peers(mpi, options.peers) as peers:
+            if peers is not None:
+                report["unavailable"] = peers.unavailable
+            _measure_all(options, report, comm, mpi, stopper, peers)
     except StoppedError:
         _say(speaks, "# interrupted")
         # Finalised here, a status other than 0 makes mpi4py's runner abort nothing.
         MPI.Finalize()
         return 130
-    if speaks and options.json is not None:
-        write_json(options.json, report)
+    if speaks:
+        _write(options, report)
     mpi.Free()
     return 0
 
 
+def _measure_all(
+    options: argparse.Namespace,
+    report: dict[str, Any],
+    comm: gccomm.Communicator,
+    mpi: Any,
+    stopper: Stopper,
+    peers: Peers | None,
+) -> None:
+    """Measure all sizes, print them and fill the report; collective."""
+    from gccomm_launch.bench_bounds import bound_rows
+    from gccomm_launch.bench_report import HEADER, compare
+    from gccomm_launch.bench_trace import Traces
+    from gccomm_launch.progress import progress
+
+    speaks = comm.rank == 0
+    absent = [f"# {name}: not available: {reason}" for name, reason in report["unavailable"].items()]
+    _say(speaks, _heading(report), *absent, HEADER)
+    traces = Traces(options.trace, comm)
+    rounds = len(sizes(options)) * (options.warmup + options.iters)
+    with progress(rounds, "gccomm bench", speaks=speaks) as tick:
+        for size in sizes(options):
+            rows, refused = measure_size(size, options, comm, mpi, stopper, peers, tick, traces)
+            comparison = compare(rows)
+            notes = [f"# {name}: left out, refused: {reason}" for name, reason in refused.items()]
+            _say(speaks, *(row.line() for row in rows), *comparison.lines(), *notes)
+            report["rows"] += [asdict(row) for row in rows]
+            report["refused"] += [{"size": size, "codec": name, "reason": refused[name]} for name in refused]
+            report["comparisons"].append(asdict(comparison))
+            report["bounds"] += bound_rows(rows, comm.size, options.iters, stopper, mpi)
+    traces.write(mpi)
+
+
+def _write(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    if options.json is not None:
+        write_json(options.json, report)
+    if options.plot is not None:
+        from gccomm_launch.bench_plot import plot
+
+        plot(report["rows"], report["bounds"], options.plot)
+
+
 def measure_size(
-    size: int, options: argparse.Namespace, comm: gccomm.Communicator, mpi: Any, stopper: Stopper
+    size: int,
+    options: argparse.Namespace,
+    comm: gccomm.Communicator,
+    mpi: Any,
+    stopper: Stopper,
+    peers: Peers | None = None,
+    tick: Callable[[], object] = lambda: None,
+    traces: Traces | None = None,
 ) -> tuple[list[Row], dict[str, str]]:
     """Measure all ways on arrays of `size` bytes uncompressed; collective.
 
@@ -172,13 +226,19 @@ def measure_size(
         The same ranks as gccomm's and as mpi4py's communicator.
     stopper : Stopper
         Its barrier comes before each call.
+    peers : Peers, optional
+        Other libraries.
+    tick : callable
+        Called after each round.
+    traces : Traces, optional
+        What records one more call of each of gccomm's ways.
 
     Returns
     -------
     rows : list of Row
         MPI_Allreduce in one call first; the codecs in the order of the options last.
     refused : dict
-        Why, of codecs that cannot serve so many ranks.
+        Why, of codecs that cannot serve so many ranks and peers that do not know the dtype.
     """
     from gccomm_launch.bench_report import make_row
     from gccomm_launch.bench_timing import exact_sum, interleaved, vnmse
@@ -188,14 +248,20 @@ def measure_size(
     count = size // item
     draws = np.random.default_rng((options.seed, comm.rank)).standard_normal(count, np.float32)
     x = draws.astype(options.dtype, copy=False)
-    ways, refused = usable_ways(all_ways(x, comm, mpi, options.codecs, options.op))
-    seconds = interleaved([way.call for way in ways], options.warmup, options.iters, stopper, mpi)
+    others, left_out = peers.ways(x, options.op) if peers is not None else ([], {})
+    ways, refused = usable_ways(all_ways(x, comm, mpi, options.codecs, options.op, others))
+    refused |= (
+        {name: reason for name, reason in left_out.items() if name not in peers.unavailable} if peers else {}
+    )
+    seconds = interleaved([way.call for way in ways], options.warmup, options.iters, stopper, mpi, tick)
     exact = exact_sum(x, mpi, options.op)
     rows = []
     for way, times in zip(ways, seconds.T, strict=True):
         stopper.barrier()
         error = vnmse(way.call(), exact, mpi)
         rows.append(make_row(way, times, count * item, count, comm.size, error))
+        if traces is not None and way.kind in ("float", "codec"):
+            traces.record(way, size, stopper)
     return rows, refused
 
 

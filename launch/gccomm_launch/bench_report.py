@@ -68,7 +68,8 @@ class Comparison:
     size : int
         As of :class:`Row`.
     best_uncompressed : str
-        The fastest of MPI's ways, raw and bf16 with a new result each call, as gccomm's codecs give.
+        The fastest of MPI's ways, raw, bf16 and peers' floats with a new result each call, as gccomm's codecs
+        give.
     best_kept_out : str
         The fastest of all of them, those that write into a kept array included.
     best_full_precision : str
@@ -133,7 +134,7 @@ def compare(rows: Sequence[Row]) -> Comparison:
     if one_call.kind != "mpi":
         message = f"the first row must be MPI's own all-reduce; got {one_call.codec!r}"
         raise ValueError(message)
-    plain = [row for row in rows if row.kind != "codec"]
+    plain = [row for row in rows if row.kind in ("mpi", "float", "gloo")]
     best = min((row for row in plain if not row.codec.endswith(KEPT)), key=lambda row: row.time_us)
     kept = min(plain, key=lambda row: row.time_us)
     full = min((row for row in plain if row.wire_bytes >= row.size), key=lambda row: row.time_us)
@@ -145,7 +146,7 @@ def compare(rows: Sequence[Row]) -> Comparison:
             "one_call": one_call.time_us / row.time_us,
         }
         for row in rows
-        if row.kind != "mpi"
+        if row.kind in ("float", "codec")
     }
     return Comparison(one_call.size, best.codec, kept.codec, full.codec, speedup)
 

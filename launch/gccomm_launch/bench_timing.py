@@ -66,7 +66,12 @@ class Stopper:
 
 
 def interleaved(
-    calls: Sequence[Callable[[], object]], warmup: int, iters: int, stopper: Stopper, mpi: MPI.Intracomm
+    calls: Sequence[Callable[[], object]],
+    warmup: int,
+    iters: int,
+    stopper: Stopper,
+    mpi: MPI.Intracomm,
+    tick: Callable[[], object] = lambda: None,
 ) -> npt.NDArray[np.float64]:
     """Time collective calls, each once a round; a round has an order of its own, the same on all ranks.
 
@@ -80,6 +85,8 @@ def interleaved(
         Rounds before and in the measurement.
     stopper, mpi
         The ranks.
+    tick : callable
+        Called after each round, outside of the time.
 
     Returns
     -------
@@ -95,6 +102,7 @@ def interleaved(
             result = calls[k]()
             row[k] = time.perf_counter() - start
             del result
+        tick()
     mpi.Allreduce(MPI.IN_PLACE, (seconds, MPI.DOUBLE), MPI.MAX)
     return seconds[warmup:]
 

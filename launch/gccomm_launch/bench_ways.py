@@ -32,7 +32,7 @@ class Way:
         What reports call it.
     kind : str
         "mpi": MPI's own reduction of the array; "float": gccomm's float sums (raw, bf16, fp16); "codec": its
-        other codecs; "gloo": torch.distributed's.
+        other codecs; "gloo": torch.distributed's floats; "peer": another library's compression.
     call : callable
         Reduces and returns the result; collective.
     wire_bytes : callable
@@ -40,15 +40,20 @@ class Way:
     """
 
     name: str
-    kind: Literal["mpi", "float", "codec", "gloo"]
+    kind: Literal["mpi", "float", "codec", "gloo", "peer"]
     call: Callable[[], Array]
     wire_bytes: Callable[[], int]
 
 
 def all_ways(
-    x: Array, comm: gccomm.Communicator, mpi: MPI.Intracomm, codecs: Sequence[str], op: str = "sum"
+    x: Array,
+    comm: gccomm.Communicator,
+    mpi: MPI.Intracomm,
+    codecs: Sequence[str],
+    op: str = "sum",
+    peers: Sequence[Way] = (),
 ) -> list[Way]:
-    """Return MPI's ways, gccomm's raw and bf16, and the codecs.
+    """Return MPI's ways, those of other libraries, gccomm's raw and bf16, and the codecs.
 
     Parameters
     ----------
@@ -60,10 +65,12 @@ def all_ways(
         Ids, with options.
     op : str
         "sum" or "mean".
+    peers : sequence of Way
+        Other libraries' ways.
     """
     floats = [codec_way(name, x, comm, op) for name in ("raw", "bf16")]
     others = [codec_way(name, x, comm, op) for name in dict.fromkeys(codecs) if name not in ("raw", "bf16")]
-    return [*mpi_ways(x, mpi, op), *floats, *others]
+    return [*mpi_ways(x, mpi, op), *peers, *floats, *others]
 
 
 def usable_ways(ways: Sequence[Way]) -> tuple[list[Way], dict[str, str]]:

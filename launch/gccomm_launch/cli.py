@@ -18,6 +18,7 @@ _COMMANDS = {
         "gccomm_launch.netlab:netlab",
         "hosts on this machine with links of limited rate, and jobs in them",
     ),
+    "trace": ("gccomm_launch.trace:trace", "put the timelines of several ranks into one file"),
     "codecs": ("gccomm_launch.codecs:codecs", "list the codecs that are installed"),
 }
 

@@ -1,0 +1,63 @@
+"""Where a rank stands, and what must be equal on all ranks of a reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gccomm.codecs.base import Codec
+from gccomm.layout import PIECE_COORDINATES
+from gccomm.steps import Buffer
+
+__all__ = ["Options", "Place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands: its number, the number of ranks, whether they share one host, the operations of
+    its back end's own, where that would have the data of the next sum (None: anywhere), and whether it sums
+    lanes by itself.
+    """
+
+    rank: int
+    size: int
+    one_host: bool = True
+    operations: frozenset[str] = frozenset()
+    room: Callable[[int], Buffer | None] = lambda _nbytes: None
+    sums_lanes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What must be equal on all ranks of a reduction besides the arrays themselves.
+
+    ``codec``, ``op`` and ``feedback`` give the choice for a key; ``choices`` says the same in words.
+    """
+
+    codec: Callable[[str], Codec]
+    op: Callable[[str], str]
+    feedback: Callable[[str, Codec], bool] = field(default=lambda _key, _codec: False)
+    exact_below: int = 1024
+    nonfinite: str = "propagate"
+    seed: int = 0
+    bucket_bytes: int = 25 << 20
+    piece_coordinates: int = PIECE_COORDINATES
+    measure: int = 0  # errors in every so many steps, and the first ones; 0: never
+    choices: str = ""
+
+    @classmethod
+    def single(
+        cls, codec: Codec, op: str, feedback: bool, exact_below: int, nonfinite: str, **more: Any
+    ) -> Options:
+        """Return options whose codec, operation and feedback are the same for all keys."""
+        choices = f"codec={codec!r}, op={op!r}"
+        ways = (lambda _key: codec, lambda _key: op, lambda _key, _codec: feedback)
+        return cls(*ways, exact_below, nonfinite, choices=choices, **more)
+
+    def text(self) -> str:
+        """Return the options that neither a leaf nor ``choices`` carries, for the agreement."""
+        return (
+            f"exact_below={self.exact_below}, nonfinite={self.nonfinite!r}, seed={self.seed}, "
+            f"bucket_bytes={self.bucket_bytes}, piece_coordinates={self.piece_coordinates}"
+        )
