@@ -80,6 +80,8 @@ class Batch:
         Of the errors, where they are measured.
     ranks : int
         Number of ranks n.
+    kernels : module or DeviceKernels
+        The functions on blocks of :mod:`gccomm.kernels`, where the tensors lie.
     clamps : int
         Coordinates of all ranks that a predicted scale clamped.
     """
@@ -94,6 +96,7 @@ class Batch:
         self.address = kernels.address(table)
         self.count = len(self.segments)
         self.specs = [specs[s.leaf] for s in self.segments]
+        self.kernels: Any = kernels.of_device(self.specs[0].device)
         self.geometries = geometries = [Geometry.of(spec.row_shape) for spec in self.specs]
         pairs = list(zip(geometries, self.segments, strict=True))
         self.lengths = np.concatenate([g.lengths(s.start, s.blocks) for g, s in pairs])
@@ -162,7 +165,7 @@ class Batch:
 
     def encode_exact(self, lo: int, hi: int, out: Words, scales: Words, ctx: Context) -> None:
         """Write two words a coordinate."""
-        kernels.exact_encode(
+        self.kernels.exact_encode(
             self.address,
             self.count,
             lo,
@@ -175,7 +178,7 @@ class Batch:
 
     def decode_exact(self, lo: int, hi: int, words: Words, scales: Words, ctx: Context) -> None:
         """Write the results from the summed pairs of words."""
-        kernels.exact_decode(
+        self.kernels.exact_decode(
             self.address,
             self.count,
             lo,
@@ -191,7 +194,7 @@ class Batch:
 
     def ranges(self, out: Words) -> None:
         """Write one word a segment: the bit length of its largest magnitude."""
-        kernels.int_range(self.address, self.count, kernels.address(out))
+        self.kernels.int_range(self.address, self.count, kernels.address(out))
 
     def set_formats(self, formats: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
         """Fix (lane width, digits) of each segment; return the lanes of the batch."""
@@ -206,12 +209,12 @@ class Batch:
 
     def encode_integers(self, lo: int, hi: int, out: Words) -> None:
         """Write integers into lanes or digits."""
-        kernels.int_encode(self.address, self.count, lo, hi, kernels.address(out), int(self.offsets[lo]))
+        self.kernels.int_encode(self.address, self.count, lo, hi, kernels.address(out), int(self.offsets[lo]))
 
     def decode_integers(self, lo: int, hi: int, words: Words, ctx: Context) -> None:
         """Write the exact sums; count those that a leaf's dtype cannot hold in ``overflows``."""
         base, count = self._offset_of(lo), ctx.size
-        if not kernels.int_decode(self.address, self.count, lo, hi, kernels.address(words), base, count):
+        if not self.kernels.int_decode(self.address, self.count, lo, hi, kernels.address(words), base, count):
             return
         starts = self.bounds.tolist()
         for segment, start, stop in zip(self.segments, starts, starts[1:], strict=False):
@@ -219,7 +222,7 @@ class Batch:
             at = kernels.address(words) + 4 * (self._offset_of(first) - base)
             if first >= end:
                 continue
-            bad = kernels.int_decode(self.address, self.count, first, end, at, self._offset_of(first), count)
+            bad = self.kernels.int_decode(self.address, self.count, first, end, at, self._offset_of(first), count)
             if bad:
                 self.overflows[segment.leaf] = self.overflows.get(segment.leaf, 0) + bad
 
@@ -230,19 +233,19 @@ class Batch:
 
     def encode_floats(self, lo: int, hi: int, out: Buffer, wire: str) -> None:
         """Convert to the wire's float type."""
-        kernels.float_encode(self.address, self.count, lo, hi, kernels.address(out), DTYPE_CODES[wire])
+        self.kernels.float_encode(self.address, self.count, lo, hi, kernels.address(out), DTYPE_CODES[wire])
 
     def decode_floats(self, lo: int, hi: int, buffer: Buffer, wire: str, ctx: Context) -> None:
         """Convert back, dividing by n for a mean."""
         code = DTYPE_CODES[wire]
-        kernels.float_decode(
+        self.kernels.float_decode(
             self.address, self.count, lo, hi, kernels.address(buffer), code, ctx.size, self.mean, ctx.stream
         )
 
     def nonfinite(self) -> set[int]:
         """Return the leaves of which this rank holds inf or NaN."""
-        if not kernels.nonfinite(self.address, self.count, 0, self.blocks):
+        if not self.kernels.nonfinite(self.address, self.count, 0, self.blocks):
             return set()
         starts = self.bounds.tolist()
         spans = zip(self.segments, starts, starts[1:], strict=False)
-        return {s.leaf for s, lo, hi in spans if kernels.nonfinite(self.address, self.count, lo, hi)}
+        return {s.leaf for s, lo, hi in spans if self.kernels.nonfinite(self.address, self.count, lo, hi)}

@@ -94,7 +94,7 @@ class Operand(Batch):
         The energy is the sum of rint(|y| 1024 / M)^2, M the block's own maximum.
         """
         end, where = self.blocks if hi is None else hi, _address(energy)
-        kernels.maxima(self.address, self.count, lo, end, kernels.address(out), where, rotations)
+        self.kernels.maxima(self.address, self.count, lo, end, kernels.address(out), where, rotations)
 
     def rotate(self, out: Words, energy: Words | None, rotations: int) -> Operand:
         """Do what :meth:`maxima` does, and return the operand whose :meth:`encode` gives the words of rotated
@@ -106,7 +106,7 @@ class Operand(Batch):
         lengths = self.codec.carried(self.lengths)
         kept = kernels.pool_empty(4 * int(lengths.sum())).view(np.float32)
         where = kernels.address(out), _address(energy), rotations, kernels.address(kept)
-        if not kernels.maxima(self.address, self.count, 0, self.blocks, *where):
+        if not self.kernels.maxima(self.address, self.count, 0, self.blocks, *where):
             return self
         made, _ = self.rotated_blocks(kernels.address(kept))
         made.alive = kept
@@ -206,7 +206,7 @@ class Operand(Batch):
         with ``subtract`` residuals leave out the rank's share of the dither, as :meth:`decode` does; ``base``
         is :meth:`base` of another lane width.
         """
-        kernels.encode(
+        self.kernels.encode(
             self.address,
             self.count,
             lo,
@@ -250,7 +250,7 @@ class Operand(Batch):
         :meth:`encode`.
         """
         energy = np.empty(hi - lo, dtype=np.uint32) if ctx.measure or self.sketch is not None else None
-        kernels.decode(
+        self.kernels.decode(
             self.address,
             self.count,
             lo,
@@ -328,7 +328,7 @@ class Operand(Batch):
         dtype = self._float_dtype()
         values = np.empty(int(self.lengths[self.bounds[i] : self.bounds[i + 1]].sum()), dtype=dtype)
         blocks, where = self.segments[i].blocks, kernels.address(row)
-        kernels.float_encode(where, 1, 0, blocks, kernels.address(values), DTYPE_CODES[dtype])
+        self.kernels.float_encode(where, 1, 0, blocks, kernels.address(values), DTYPE_CODES[dtype])
         return values
 
     def store(self, i: int, values: Buffer, power: int = 0) -> None:
@@ -363,4 +363,4 @@ class Operand(Batch):
         flat = np.ascontiguousarray(values).reshape(-1)
         code = DTYPE_CODES[str(flat.dtype)]
         blocks, where = self.segments[i].blocks, kernels.address(row)
-        kernels.float_decode(where, 1, 0, blocks, kernels.address(flat), code, n, mean, False)
+        self.kernels.float_decode(where, 1, 0, blocks, kernels.address(flat), code, n, mean, False)

@@ -131,9 +131,9 @@ class Plan:
 
 
 def _group(ranges: Sequence[Range], specs: Sequence[LeafSpec]) -> list[list[Range]]:
-    """Collect the ranges of a piece that one operand can carry: same codec, op and scale format."""
+    """Collect the ranges of a piece that one operand can carry: same codec, op, scale format and device."""
     batches: dict[object, list[Range]] = {}
     for r in ranges:
         spec = specs[r.leaf]
-        batches.setdefault((spec.route, spec.mean, spec.dtype == "float64"), []).append(r)
+        batches.setdefault((spec.route, spec.mean, spec.dtype == "float64", spec.device), []).append(r)
     return list(batches.values())

@@ -8,6 +8,9 @@ specified by :mod:`gccomm.kernels.reference`.
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 try:
     from gccomm.kernels._native import (
         address,
@@ -80,6 +83,7 @@ __all__ = [
     "join_parts",
     "maxima",
     "nonfinite",
+    "of_device",
     "pool_empty",
     "pool_stats",
     "pool_trim",
@@ -89,3 +93,30 @@ __all__ = [
     "set_isa",
     "widen_lanes",
 ]
+
+
+def of_device(device: str) -> Any:
+    """Return what has the functions on blocks (``maxima`` to ``nonfinite``) for tensors of a device.
+
+    Parameters
+    ----------
+    device : str
+        "cpu": this module; or "cuda", "cuda:1" ...: see :mod:`gccomm.kernels.cuda`.
+
+    Raises
+    ------
+    ValueError
+        There are no kernels for such a device.
+    ImportError
+        CuPy is not installed.
+    BackendError
+        This process has no such device.
+    """
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return sys.modules[__name__]
+    if kind != "cuda" or not (number or "0").isdecimal():
+        raise ValueError(f"there are no kernels for the device {device!r}, only for cpu and cuda:<number>")
+    from gccomm.kernels.cuda.on_cupy import device_kernels
+
+    return device_kernels(int(number or 0))
