@@ -222,7 +222,8 @@ class Batch:
             at = kernels.address(words) + 4 * (self._offset_of(first) - base)
             if first >= end:
                 continue
-            bad = self.kernels.int_decode(self.address, self.count, first, end, at, self._offset_of(first), count)
+            place = self._offset_of(first)
+            bad = self.kernels.int_decode(self.address, self.count, first, end, at, place, count)
             if bad:
                 self.overflows[segment.leaf] = self.overflows.get(segment.leaf, 0) + bad
 

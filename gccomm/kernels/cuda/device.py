@@ -99,7 +99,8 @@ class _Call:
 def _host(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
     if nbytes == 0:
         return np.empty(0, np.uint8)
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    found: npt.NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+    return found
 
 
 def _words(table: Table, lo: int, hi: int, count: WordCount) -> int:
