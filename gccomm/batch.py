@@ -129,6 +129,11 @@ class Batch:
         self.sketch: Sketch | None = None
 
     @property
+    def on_host(self) -> bool:
+        """Whether tensors lie where the CPU's kernels reach them."""
+        return self.kernels is kernels
+
+    @property
     def feedback(self) -> bool:
         """Whether residuals are kept."""
         return bool(self.table["res_out"].any())

@@ -5,19 +5,20 @@ What codecs, engine and operands do with a device is what they do here, but that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from gccomm import kernels, testing
+from gccomm import get_codec, kernels, testing
+from gccomm.codecs.lane_sums import takes_lane_sums
 from gccomm.errors import BackendError
 from gccomm.kernels.cuda import device as device_module
 from gccomm.layout import LeafSpec
 from gccomm.operand import Operand
 from gccomm.plan import Plan
+from gccomm.steps import Context
 from tests.cuda_on_cpu import OnCpu, kernels_on_cpu
 
 CODECS = (
@@ -73,12 +74,11 @@ def reduce(codec: str, ranks: int) -> tuple[list[dict[str, Any]], list[Any]]:
 
 
 @pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnCpu]:
+def on_device(monkeypatch: pytest.MonkeyPatch) -> OnCpu:
     found = kernels_on_cpu("random")
     monkeypatch.setattr(kernels, "of_device", lambda _device: found)
     assert isinstance(found.launcher, OnCpu)
-    yield found.launcher
-    assert sum(found.launcher.launches.values())
+    return found.launcher
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -139,8 +139,6 @@ def test_operands_ask_for_the_kernels_of_their_device(monkeypatch: pytest.Monkey
         return kernels
 
     monkeypatch.setattr(kernels, "of_device", of_device)
-    from gccomm import get_codec
-
     codec = get_codec("uniform")
     specs = [
         LeafSpec(str(i), "float32", (2000,), (2000,), codec, False, device=where)
@@ -149,7 +147,13 @@ def test_operands_ask_for_the_kernels_of_their_device(monkeypatch: pytest.Monkey
     plan = Plan(specs, 2)
     assert [[s.leaf for s in x.segments] for x in plan.operands] == [[0, 2], [1], [3]]
     assert asked == ["cpu", "cuda:0", "cuda:1"]
-    assert all(isinstance(x, Operand) for x in plan.operands)
+    assert all(isinstance(x, Operand) and x.on_host for x in plan.operands)
+
+
+def test_shared_memory_sums_no_lanes_of_a_device(on_device: OnCpu) -> None:
+    x = Plan([LeafSpec("", "float32", (2000,), (2000,), get_codec("uniform"), False)], 2).operands[0]
+    assert not x.on_host
+    assert not takes_lane_sums(x, Context(0, 2, 0, sums_lanes=True))
 
 
 def test_devices_without_kernels_are_named() -> None:

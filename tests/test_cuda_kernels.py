@@ -113,11 +113,12 @@ def test_one_block_of_a_tensor_and_nothing_around_it() -> None:
     batch = lane_batch(6, part)
     scales, sums = np.full(2, 0x40800000, np.uint32), np.arange(2 * 205, dtype=np.uint32)
     where = kernels.address(scales), kernels.address(sums), 0
-    device.decode(*batch.head, 0, 2, *where, 6, 1000, 3, True, False, False)
-    assert part.untouched()
-    found = part.out.copy()
-    kernels.decode(*batch.head, 0, 2, *where, 6, 1000, 3, True, False, False)
-    assert found.tobytes() == part.out.tobytes()
+    for dithers in (0, 1):
+        device.decode(*batch.head, 0, 2, *where, 6, 1000, 3, True, False, False, dithers=dithers)
+        assert part.untouched()
+        found = part.out.copy()
+        kernels.decode(*batch.head, 0, 2, *where, 6, 1000, 3, True, False, False, dithers=dithers)
+        assert found.tobytes() == part.out.tobytes()
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -25,7 +25,7 @@ CHUNK_BLOCKS = 64  # rotated blocks of two chunks are half of a usual second-lev
 
 def takes_lane_sums(x: Operand, ctx: Context) -> bool:
     """Return whether the driver takes these steps, of an operand of which nothing is measured."""
-    return ctx.sums_lanes and x.sketch is None and not ctx.measure
+    return ctx.sums_lanes and x.on_host and x.sketch is None and not ctx.measure
 
 
 def lane_sum_of(

@@ -19,6 +19,7 @@ struct DecodeArgs {
     const float* ratios;  // or null
     int rotations;
     i32 offset;
+    i64 dithers;  // whose sum is taken off: n, or 1 where sums were rounded again
 };
 
 class Decoder {
@@ -27,7 +28,7 @@ class Decoder {
         : team_(team),
           batch_(batch),
           a_(args),
-          centre_(centre_of(static_cast<u32>(args.n))),
+          centre_(centre_of(static_cast<u32>(args.dithers))),
           half_step_(static_cast<float>(2.0 / args.limit)),
           inverse_(1.0 / static_cast<double>(args.n)) {}
 

@@ -238,6 +238,7 @@ class DeviceKernels:
         ratios: int = 0,
         rotations: int = 0,
         offset: int = 0,
+        dithers: int = 0,
     ) -> None:
         """Turn summed lanes into results."""
         del stream
@@ -250,7 +251,7 @@ class DeviceKernels:
             _entry(call, scales, lo, each), call.read(words, 4 * count), np.int64(word_base),
             np.int32(width), np.int32(limit if ratios == 0 else 1), np.int64(n), np.int32(subtract),
             np.int32(mean), call.write(check, 2 * each), call.write(energy, each),
-            _entry(call, ratios, lo, each), np.int32(rotations), np.int32(offset),
+            _entry(call, ratios, lo, each), np.int32(rotations), np.int32(offset), np.int64(dithers or n),
         )  # fmt: skip
 
     def exact_encode(

@@ -34,11 +34,12 @@ GCCOMM_KERNEL gccomm_encode(const Segment* table, i64 segments, i64 lo, i64 hi, 
 
 GCCOMM_KERNEL gccomm_decode(const Segment* table, i64 segments, i64 lo, i64 hi, const u32* scales,
                             const u32* words, i64 base, i32 width, i32 limit, i64 n, i32 subtract, i32 mean,
-                            u32* check, u32* energy, const float* ratios, i32 rotations, i32 offset) {
+                            u32* check, u32* energy, const float* ratios, i32 rotations, i32 offset,
+                            i64 dithers) {
     __shared__ Team team;
     const Batch batch{table, segments, lo, hi};
-    const DecodeArgs args{scales,    words, base,   width,  limit,     n,     subtract != 0,
-                          mean != 0, check, energy, ratios, rotations, offset};
+    const DecodeArgs args{scales,    words, base,   width,  limit,     n,      subtract != 0,
+                          mean != 0, check, energy, ratios, rotations, offset, dithers};
     Decoder(team, batch, args).run();
 }
 
