@@ -27,7 +27,7 @@ OPTIONS = (
 """What the kernels must be compiled with: no operation may round in another way than the CPU's."""
 
 _INCLUDE = re.compile(r'^#include "([^"]+)"$', re.MULTILINE)
-_KERNEL = re.compile(r"^GCCOMM_KERNEL (\w+)\(", re.MULTILINE)
+_KERNEL = re.compile(r"^KERNEL (\w+)\(", re.MULTILINE)
 
 
 @lru_cache(maxsize=1)

@@ -8,23 +8,22 @@
 
 using namespace gccomm::GCCOMM_LEVEL;
 
-#define GCCOMM_KERNEL extern "C" __global__ void __launch_bounds__(128)
+#define KERNEL extern "C" __global__ void __launch_bounds__(128)
 
-GCCOMM_KERNEL gccomm_maxima(const Segment* table, i64 segments, i64 lo, i64 hi, u32* out, u32* energy,
-                            i32 rotations) {
+KERNEL gccomm_maxima(const Segment* table, i64 segments, i64 lo, i64 hi, u32* out, u32* energy,
+                     i32 rotations) {
     __shared__ Team team;
     maxima(team, {table, segments, lo, hi}, {out, energy, rotations});
 }
 
-GCCOMM_KERNEL gccomm_nonfinite(const Segment* table, i64 segments, i64 lo, i64 hi, u32* flag) {
+KERNEL gccomm_nonfinite(const Segment* table, i64 segments, i64 lo, i64 hi, u32* flag) {
     __shared__ Team team;
     nonfinite(team, {table, segments, lo, hi}, flag);
 }
 
-GCCOMM_KERNEL gccomm_encode(const Segment* table, i64 segments, i64 lo, i64 hi, const u32* scales, u32* words,
-                            i64 base, i32 width, i32 limit, u32 shift, u32* check, i32 clamp,
-                            const float* ratios, i32 rotations, u32* maxima, i32 subtract, const i32* grid,
-                            const float* gains) {
+KERNEL gccomm_encode(const Segment* table, i64 segments, i64 lo, i64 hi, const u32* scales, u32* words,
+                     i64 base, i32 width, i32 limit, u32 shift, u32* check, i32 clamp, const float* ratios,
+                     i32 rotations, u32* maxima, i32 subtract, const i32* grid, const float* gains) {
     __shared__ Team team;
     const Batch batch{table, segments, lo, hi};
     const EncodeArgs args{scales, words,  base,      width,  limit,         shift, check,
@@ -32,10 +31,9 @@ GCCOMM_KERNEL gccomm_encode(const Segment* table, i64 segments, i64 lo, i64 hi, 
     Encoder(team, batch, args).run();
 }
 
-GCCOMM_KERNEL gccomm_decode(const Segment* table, i64 segments, i64 lo, i64 hi, const u32* scales,
-                            const u32* words, i64 base, i32 width, i32 limit, i64 n, i32 subtract, i32 mean,
-                            u32* check, u32* energy, const float* ratios, i32 rotations, i32 offset,
-                            i64 dithers) {
+KERNEL gccomm_decode(const Segment* table, i64 segments, i64 lo, i64 hi, const u32* scales, const u32* words,
+                     i64 base, i32 width, i32 limit, i64 n, i32 subtract, i32 mean, u32* check, u32* energy,
+                     const float* ratios, i32 rotations, i32 offset, i64 dithers) {
     __shared__ Team team;
     const Batch batch{table, segments, lo, hi};
     const DecodeArgs args{scales,    words, base,   width,  limit,     n,      subtract != 0,
@@ -43,38 +41,38 @@ GCCOMM_KERNEL gccomm_decode(const Segment* table, i64 segments, i64 lo, i64 hi, 
     Decoder(team, batch, args).run();
 }
 
-GCCOMM_KERNEL gccomm_exact_encode(const Segment* table, i64 segments, i64 lo, i64 hi, const u32* scales,
-                                  u32* words, i64 base, i64 n) {
+KERNEL gccomm_exact_encode(const Segment* table, i64 segments, i64 lo, i64 hi, const u32* scales, u32* words,
+                           i64 base, i64 n) {
     exact_encode({table, segments, lo, hi}, {scales, words, base, n, false});
 }
 
-GCCOMM_KERNEL gccomm_exact_decode(const Segment* table, i64 segments, i64 lo, i64 hi, const u32* scales,
-                                  u32* words, i64 base, i64 n, i32 mean) {
+KERNEL gccomm_exact_decode(const Segment* table, i64 segments, i64 lo, i64 hi, const u32* scales, u32* words,
+                           i64 base, i64 n, i32 mean) {
     exact_decode({table, segments, lo, hi}, {scales, words, base, n, mean != 0});
 }
 
-GCCOMM_KERNEL gccomm_int_range(const Segment* table, i64 segments, i64 lo, i64 hi, u32* out) {
+KERNEL gccomm_int_range(const Segment* table, i64 segments, i64 lo, i64 hi, u32* out) {
     __shared__ Team team;
     int_range(team, {table, segments, lo, hi}, out);
 }
 
-GCCOMM_KERNEL gccomm_int_encode(const Segment* table, i64 segments, i64 lo, i64 hi, u32* words, i64 base) {
+KERNEL gccomm_int_encode(const Segment* table, i64 segments, i64 lo, i64 hi, u32* words, i64 base) {
     __shared__ Team team;
     int_encode(team, {table, segments, lo, hi}, {words, base, nullptr});
 }
 
-GCCOMM_KERNEL gccomm_int_decode(const Segment* table, i64 segments, i64 lo, i64 hi, u32* words, i64 base,
-                                u32* lost) {
+KERNEL gccomm_int_decode(const Segment* table, i64 segments, i64 lo, i64 hi, u32* words, i64 base,
+                         u32* lost) {
     __shared__ Team team;
     int_decode(team, {table, segments, lo, hi}, {words, base, lost});
 }
 
-GCCOMM_KERNEL gccomm_float_encode(const Segment* table, i64 segments, i64 lo, i64 hi, void* buffer, i64 base,
-                                  i32 wire) {
+KERNEL gccomm_float_encode(const Segment* table, i64 segments, i64 lo, i64 hi, void* buffer, i64 base,
+                           i32 wire) {
     float_encode({table, segments, lo, hi}, {buffer, base, static_cast<DType>(wire), 1, false});
 }
 
-GCCOMM_KERNEL gccomm_float_decode(const Segment* table, i64 segments, i64 lo, i64 hi, void* buffer, i64 base,
-                                  i32 wire, i64 n, i32 mean) {
+KERNEL gccomm_float_decode(const Segment* table, i64 segments, i64 lo, i64 hi, void* buffer, i64 base,
+                           i32 wire, i64 n, i32 mean) {
     float_decode({table, segments, lo, hi}, {buffer, base, static_cast<DType>(wire), n, mean != 0});
 }
