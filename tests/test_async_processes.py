@@ -147,13 +147,13 @@ def test_failure_after_the_agreement_ends_the_job(start: Start) -> None:
         INIT
         + """
 from gccomm.operand import Operand
-comm.compressed_allreduce_async(x).wait()
+comm.compressed_allreduce_async(x, codec="rotated:headroom=checked").wait()
 def decode(self, *args, **options):
     raise MemoryError("no memory to decode")
 if comm.rank == 1:
     Operand.decode = decode
-comm.compressed_allreduce_async(x).wait()
-comm.compressed_allreduce_async(x).wait()
+comm.compressed_allreduce_async(x, codec="rotated:headroom=checked").wait()
+comm.compressed_allreduce_async(x, codec="rotated:headroom=checked").wait()
 print("went on", flush=True)
 """
     )
