@@ -20,7 +20,7 @@ LANES = (
     "qsgd-mn:norm=max",
     "thc",
 )
-OTHERS = ("topkc", "powersgd", "intsgd", "grandk-mn", "bf16", "fp16", "raw")
+OTHERS = ("rehop", "topkc", "powersgd", "intsgd", "grandk-mn", "bf16", "fp16", "raw")
 OWN = ("thc:saturate=True", "global-qsgd:dithering=exponential")
 
 

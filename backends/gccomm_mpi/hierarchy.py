@@ -18,7 +18,7 @@ from gccomm.backends import FloatName, Words
 from gccomm.operations import check_operation
 from gccomm.steps import Fold
 from gccomm_mpi.exchange import PIECE_BYTES
-from gccomm_mpi.hops import fold
+from gccomm_mpi.hops import decode_all, fold
 from gccomm_mpi.link import Flight
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 
@@ -166,7 +166,8 @@ class Between:
                 fold(self._channel, self._column.link, "fold", step, sent, folded)
             self._hierarchy.share("fold", folded, self._place)
             if self._column is None:
-                step.decode(0, step.blocks, folded)
+                assert self._channel.hosts is not None
+                decode_all(step, self._channel.hosts.number, folded)
 
     def begin(self, kind: str, send: Array, recv: Array, /) -> Shared:
         """Begin a reduction; see `gccomm.backends.Backend`."""

@@ -27,7 +27,7 @@ from gccomm_mpi.ring import SEGMENT_BYTES
 if TYPE_CHECKING:
     from gccomm_mpi.channel import Channel
 
-__all__ = ["fold"]
+__all__ = ["decode_all", "fold"]
 
 AHEAD = 4  # segments of each share that are sent before the first one is folded
 _PART_TAG, _RESULT_TAG = 4, 5
@@ -70,6 +70,21 @@ def fold(channel: Channel, link: Link, name: str, step: Fold, sent: Words, folde
         run.all(room)
 
 
+def decode_all(step: Fold, size: int, folded: Words) -> None:
+    """Decode what ``size`` ranks have folded among them: by their segments, which words are laid out by."""
+    for share in _shares(step, size):
+        for lo, hi in share:
+            at = step.folded(0, lo)
+            step.decode(lo, hi, folded[at : at + step.folded(lo, hi)])
+
+
+def _shares(step: Fold, size: int) -> list[list[tuple[int, int]]]:
+    """Return the segments of each rank's share: first block, end."""
+    blocks = max(1, SEGMENT_BYTES // (4 * step.most))
+    cuts = [step.blocks * r // size for r in range(size + 1)]
+    return [[(x, min(x + blocks, hi)) for x in range(lo, hi, blocks)] for lo, hi in pairwise(cuts)]
+
+
 class _Fold:
     """One reduction on its way."""
 
@@ -81,8 +96,8 @@ class _Fold:
         self.rank, self.size = comm.rank, comm.size
         # Each rank begins with another one, so that no link has all at once.
         self.peers = [(self.rank + hop) % self.size for hop in range(1, self.size)]
-        cuts = [step.blocks * r // self.size for r in range(self.size + 1)]
-        self.shares = [list(self._segments(lo, hi, sent, folded)) for lo, hi in pairwise(cuts)]
+        shares = _shares(step, self.size)
+        self.shares = [list(self._segments(share, sent, folded)) for share in shares]
         self.mine = self.shares[self.rank]
         self.room_words = (self.size - 1) * sum(s.sent.size for s in self.mine)
         self.buffers = sent, folded
@@ -93,11 +108,9 @@ class _Fold:
         self.encoded = self.folded = 0  # segments of each share, and of this rank's own
         self.going: list[Any] = []
 
-    def _segments(self, lo: int, hi: int, sent: Words, folded: Words) -> Iterator[_Segment]:
+    def _segments(self, share: list[tuple[int, int]], sent: Words, folded: Words) -> Iterator[_Segment]:
         step = self.step
-        blocks = max(1, SEGMENT_BYTES // (4 * step.most))
-        for first in range(lo, hi, blocks):
-            end = min(first + blocks, hi)
+        for first, end in share:
             a, b = step.sent(0, first), step.folded(0, first)
             mine = sent[a : a + step.sent(first, end)], folded[b : b + step.folded(first, end)]
             yield _Segment(first, end, *mine)

@@ -122,6 +122,7 @@ def hosts_of(parent: Any, world: Any) -> list[int]:
         "rotated:wire_bits=4,headroom=checked",
         "uniform:scales=predicted",
         "thc:saturate=True",
+        "rehop",
         "bf16",
         "powersgd",
     ],
