@@ -1,11 +1,12 @@
 """All-reduces over links of limited rate, against each other and against what the link can carry.
 
     gccomm netlab up --hosts 4 --rate 1gbit
-    gccomm netlab run -n 4 benchmarks/lab.py --size 16M --json FILE
+    gccomm netlab run -n 4 benchmarks/lab.py --size 1M 16M --json FILE
 
-MPI's own all-reduce of float32, and of as many bytes as there are coordinates, in 32-bit words; gccomm's
-codecs; gloo, DDP's hooks and mpi4jax where they are installed. The bound of each is what its bytes take at
-the measured rate of the link. A run that is faster than its link is refused.
+MPI's own all-reduce of float32, whole and in pieces, and of as many bytes as there are coordinates, in 32-bit
+words; gccomm's codecs; gloo, DDP's hooks and mpi4jax where they are installed. The bound of each is what its
+bytes take at the measured rate of the link. A run that is faster than its link is refused. Of each size the
+time of the codecs is given in multiples of that of the best uncompressed way.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ import numpy as np
 import numpy.typing as npt
 from gccomm_launch.arguments import byte_count, natural, output, positive
 from gccomm_launch.bench import write_json
-from gccomm_launch.bench_peers import HOOKS, Peers, open_peers
+from gccomm_launch.bench_peers import GLOO, HOOKS, MPI4JAX, Peers, open_peers
 from gccomm_launch.bench_report import machine, make_row
 from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
-from gccomm_launch.bench_ways import Way, codec_way, mpi_ways, usable_ways
+from gccomm_launch.bench_ways import KEPT, Way, codec_way, mpi_ways, usable_ways
 from gccomm_launch.netlab import FasterThanLinkError, Lab
 from gccomm_launch.progress import progress
 from mpi4py import MPI
 
 import gccomm
+from gccomm.layout import PIECE_COORDINATES
 
+TRIALS = 22  # messages of a size until gccomm has settled on an algorithm
 CODECS = (
     "raw",
     "bf16",
@@ -68,7 +71,16 @@ def type_of(name: str) -> str:
     return {WORDS: "uint32", "gloo bfloat16": "bfloat16", HOOKS[0]: "float16"}.get(name, "float32")
 
 
+def settle(ways: Sequence[Way], count: int) -> None:
+    """Call gccomm's ways until the trials of its algorithms are over, as in the first steps of a program."""
+    pieces = -(-count // PIECE_COORDINATES)
+    for _ in range(max(TRIALS // 2, -(-TRIALS // pieces))):
+        for way in ways:
+            way.call()
+
+
 def measure(
+    size: int,
     options: argparse.Namespace,
     comm: gccomm.Communicator,
     lab: Lab,
@@ -78,14 +90,20 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Time all ways interleaved and return their rows; FasterThanLinkError on all ranks alike."""
     mpi = MPI.COMM_WORLD
-    count = options.size // 4
+    count = size // 4
     x = np.random.default_rng((options.seed, comm.rank)).standard_normal(count, np.float32)
     codecs = [codec_way(name, x, comm) for name in CODECS]
     others, _ = peers.ways(x)
-    ways, _ = usable_ways([mpi_ways(x, mpi)[0], words_way(count, mpi), *codecs, *others])
-    with progress(options.warmup + options.iters, "lab", speaks=comm.rank == 0) as tick:
-        calls = [way.call for way in ways]
-        seconds = interleaved(calls, options.warmup, options.iters, stopper, mpi, tick)
+    whole, *cut = [way for way in mpi_ways(x, mpi) if KEPT not in way.name]
+    ways, _ = usable_ways([whole, words_way(count, mpi), *cut, *codecs])
+    settle(codecs, count)
+    others, _ = usable_ways(others)  # by themselves: their threads and memory disturb what comes after them
+    groups = [[way.call for way in group] for group in (ways, others) if group]
+    rounds = options.warmup + options.iters
+    with progress(len(groups) * rounds, "lab", speaks=comm.rank == 0) as tick:
+        plan = options.warmup, options.iters, stopper, mpi, tick
+        times_of = [interleaved(calls, *plan) for calls in groups]
+    seconds, ways = np.concatenate(times_of, axis=1), [*ways, *others]
     exact = exact_sum(x, mpi)
     rows = []
     for way, times in zip(ways, seconds.T, strict=True):
@@ -96,6 +114,24 @@ def measure(
         rows.append({**asdict(row), "type": type_of(way.name), "bound_us": bound * 1e6})
         lab.check(row.wire_bytes, row.time_us / 1e6, hosts)
     return rows
+
+
+def compare(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return lines that say how long codecs take in multiples of the best uncompressed way's time."""
+    best = min(filter(is_plain, rows), key=lambda row: row["time_us"])
+    lines = [f"# best uncompressed way of {rows[0]['size']} bytes: {best['codec']}, {best['time_us']:.1f} us"]
+    for row in rows:
+        row["x_best"] = row["time_us"] / best["time_us"]
+        if ":" in row["codec"]:
+            lines.append(f"#   {row['codec']}: {row['x_best']:.2f} times that")
+    return lines
+
+
+def is_plain(row: dict[str, Any]) -> bool:
+    """Whether a row is of an uncompressed way: the array's floats, or 16-bit ones, on the wire."""
+    name = row["codec"]
+    known = ("raw", "bf16", *GLOO, MPI4JAX)
+    return name in known or (name.startswith("MPI_Allreduce") and name != WORDS)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -131,7 +167,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Time all-reduces over links; start it by `gccomm netlab run`."
     )
     add = parser.add_argument
-    add("--size", type=byte_count, default=16 << 20, help="of the float32 array (default 16M)")
+    add("--size", type=byte_count, nargs="+", default=[16 << 20], help="of the float32 array (default 16M)")
     add("--iters", type=positive, default=11, metavar="N", help="rounds measured (default 11)")
     add("--warmup", type=natural, default=2, metavar="N", help="rounds before (default 2)")
     add("--seed", type=natural, default=0, metavar="N", help="of the inputs (default 0)")
@@ -146,25 +182,28 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     comm, stopper = gccomm.init("mpi"), Stopper(MPI.COMM_WORLD)
-    found = network(options.bandwidth, MPI.COMM_WORLD)
-    if isinstance(found, str):
-        return finish(f"lab.py: {found}", 2)
-    lab, hosts = found
+    place = network(options.bandwidth, MPI.COMM_WORLD)
+    if isinstance(place, str):
+        return finish(f"lab.py: {place}", 2)
+    lab, hosts = place
     try:
         with stopper.signals(), open_peers(MPI.COMM_WORLD) as peers:
             assert peers is not None
             absent = peers.unavailable
-            rows = measure(options, comm, lab, hosts, stopper, peers)
+            found = [measure(size, options, comm, lab, hosts, stopper, peers) for size in options.size]
     except StoppedError:
         return finish("# interrupted", 130)
     except FasterThanLinkError as error:
         return finish(f"lab.py: refused: {error}", 1)
+    said = [(rows, compare(rows)) for rows in found]
+    rows = [row for rows in found for row in rows]
     report = {"machine": machine(), "ranks": comm.size, "lab": asdict(lab), "hosts": hosts, "rows": rows}
     report["unavailable"] = absent
     heading = [f"{comm.size} ranks, {report['machine']['mpi']}", *lab.describe()]
     heading += [f"{name}: not available: {reason}" for name, reason in absent.items()]
     if comm.rank == 0:
-        print("\n".join([*(f"# {text}" for text in heading), HEADER, *map(line, rows)]), flush=True)
+        body = [text for rows, lines in said for text in (*map(line, rows), *lines)]
+        print("\n".join([*(f"# {text}" for text in heading), HEADER, *body]), flush=True)
         if options.json is not None:
             write_json(options.json, report)
     return 0

@@ -28,10 +28,11 @@ __all__ = [
 
 using: ContextVar[Communicator | None] = ContextVar("gccomm_communicator", default=None)
 _default: Communicator | None = None
+_default_how: bool | None = None  # its `hierarchical`
 _lock = threading.Lock()
 
 
-def init(backend: str = "auto", *, comm: Any = None) -> Communicator:
+def init(backend: str = "auto", *, comm: Any = None, hierarchical: bool | None = None) -> Communicator:
     """Join the group of ranks; collective.
 
     Parameters
@@ -41,6 +42,12 @@ def init(backend: str = "auto", *, comm: Any = None) -> Communicator:
         process or ``comm`` is given, else "local". More by entry point ("gccomm.backends").
     comm : mpi4py.MPI.Intracomm, optional
         The ranks, instead of all. gccomm works on a duplicate of its own.
+    hierarchical : bool, optional
+        What hosts of several ranks do first, where there are several hosts. True: a host's ranks add up their
+        floats, in float32 or float64, and one of them compresses the sum, so that only hosts count in the
+        headroom of lanes: the error is smaller, and hangs on which ranks share a host. None: one rank of a
+        host exchanges the host's words, with the results of a group without hosts. False: all ranks exchange
+        words. Equal on all ranks; the variable ``GCCOMM_HIERARCHY`` goes before it.
 
     Returns
     -------
@@ -52,24 +59,37 @@ def init(backend: str = "auto", *, comm: Any = None) -> Communicator:
     Raises
     ------
     BackendError
-        MPI is not installed, or its launcher and its library disagree about the number of ranks.
+        MPI is not installed, or its launcher and its library disagree about the number of ranks; or
+        ``hierarchical=True``, and ranks of a host cannot share memory.
     ValueError, TypeError
-        Unknown back end; ``comm`` is no communicator.
+        Unknown back end; ``comm`` is no communicator; ``hierarchical`` is no bool, differs between ranks, or
+        is not that of the communicator that is open.
     """
-    global _default  # noqa: PLW0603 - the one process-wide default
+    global _default, _default_how  # noqa: PLW0603 - the one process-wide default
     if not isinstance(backend, str):
         msg = f'`backend` must be "auto" or the name of a back end, got {backend!r}'
         raise TypeError(msg)
+    if not (hierarchical is None or isinstance(hierarchical, bool)):
+        msg = f"`hierarchical` must be True, False or None, got {hierarchical!r}"
+        raise TypeError(msg)
+    how = {} if hierarchical is None else {"hierarchical": hierarchical}
     name = backend
     if backend == "auto":
         name = "mpi" if comm is not None else backends.detect()
     with _lock:
         if comm is not None:
-            return Communicator(backends.load(name)(comm))
+            return Communicator(backends.load(name)(comm, **how))
         if _default is None or (backend != "auto" and _default.backend != name):
-            made = Communicator(backends.load(name)())
+            made = Communicator(backends.load(name)(**how))
+            _default_how = hierarchical
             made._on_close = lambda: _forget(made)
             _default = made
+        if hierarchical is not None and hierarchical is not _default_how:
+            msg = (
+                f"gccomm.init() was called with hierarchical={_default_how} before, now {hierarchical}: "
+                "close that communicator first"
+            )
+            raise ValueError(msg)
         return _default
 
 

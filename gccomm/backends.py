@@ -61,6 +61,11 @@ class Backend(Protocol):
     complete). Where `operations` holds "fold" it has ``fold_words(step, sent, folded)``: it encodes, folds
     over the ranks and decodes as a :class:`gccomm.steps.Fold` says, in memory for the words before and after.
 
+    And one whose hosts add up floats before they are compressed has ``hosts`` (`gccomm.hosts.Hosts`, or
+    None), ``host_sum(send, recv, dtype, place)``, the sum over a host's ranks into ``recv`` of the one at a
+    place, and ``between(place)``, which has the reductions over the ranks at that place of all hosts, with
+    results on all ranks. Its ``connect`` takes ``hierarchical``, as :func:`gccomm.init` does.
+
     All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
     arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:
     every later call raises `BackendError`.

@@ -84,6 +84,8 @@ class Batch:
         The functions on blocks of :mod:`gccomm.kernels`, where the tensors lie.
     clamps : int
         Coordinates of all ranks that a predicted scale clamped.
+    inputs : array of table.SEGMENT
+        Where the kernels read: the table itself, but where hosts add up inputs before.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Batch:
         self.mean = specs[segments[0].leaf].mean
         self.segments = list(segments)
         self.table = table
-        self.address = kernels.address(table)
+        self.address = self.source = kernels.address(table)
         self.count = len(self.segments)
         self.specs = [specs[s.leaf] for s in self.segments]
         self.kernels: Any = kernels.of_device(self.specs[0].device)
@@ -127,6 +129,11 @@ class Batch:
         self.overflows, self.direct, self.clamps = {}, None, 0
         self.samples: list[Sample] = []
         self.sketch: Sketch | None = None
+        self.inputs, self.source = self.table, self.address
+
+    def read_from(self, table: Any) -> None:
+        """Read inputs by another table of the same segments for the rest of the call."""
+        self.inputs, self.source = table, kernels.address(table)
 
     @property
     def on_host(self) -> bool:
@@ -150,8 +157,9 @@ class Batch:
         """Lay the blocks' words out one after the other."""
         self.offsets = np.zeros(self.blocks + 1, dtype=np.int64)
         np.cumsum(block_words, out=self.offsets[1:])
-        self.table["base"] = self.bounds[:-1]
-        self.table["word0"] = self.offsets[self.bounds[:-1]]
+        for table in (self.table,) if self.inputs is self.table else (self.table, self.inputs):
+            table["base"] = self.bounds[:-1]
+            table["word0"] = self.offsets[self.bounds[:-1]]
 
     @property
     def words(self) -> int:
@@ -239,13 +247,21 @@ class Batch:
 
     def encode_floats(self, lo: int, hi: int, out: Buffer, wire: str) -> None:
         """Convert to the wire's float type."""
-        self.kernels.float_encode(self.address, self.count, lo, hi, kernels.address(out), DTYPE_CODES[wire])
+        self.kernels.float_encode(self.source, self.count, lo, hi, kernels.address(out), DTYPE_CODES[wire])
 
     def decode_floats(self, lo: int, hi: int, buffer: Buffer, wire: str, ctx: Context) -> None:
         """Convert back, dividing by n for a mean."""
         code = DTYPE_CODES[wire]
         self.kernels.float_decode(
-            self.address, self.count, lo, hi, kernels.address(buffer), code, ctx.size, self.mean, ctx.stream
+            self.address,
+            self.count,
+            lo,
+            hi,
+            kernels.address(buffer),
+            code,
+            ctx.divisor,
+            self.mean,
+            ctx.stream,
         )
 
     def nonfinite(self) -> set[int]:

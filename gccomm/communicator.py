@@ -20,6 +20,7 @@ from gccomm.checks import check_options, integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome, rendezvous
 from gccomm.errors import BackendError, CollectiveTimeout, NegotiationError
+from gccomm.hosts import Hosts
 from gccomm.interrupts import HoldInterrupts
 from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.stats import Stats
@@ -57,7 +58,9 @@ class Communicator:
         self._broken: str | None = None
         operations: frozenset[str] = getattr(backend, "operations", frozenset())
         lanes = getattr(backend, "sums_lanes", False)
-        self._place = Place(backend.rank, backend.size, backend.one_host, operations, room_of(backend), lanes)
+        hosts: Hosts | None = getattr(backend, "hosts", None)
+        where = backend.rank, backend.size, backend.one_host
+        self._place = Place(*where, operations, room_of(backend), lanes, hosts)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from gccomm.agreement import (
     write_summed,
 )
 from gccomm.errors import BackendError
+from gccomm.hosts import HostPart, Hosts, HostWire
+from gccomm.lanes import rank_shift
 from gccomm.operand import Operand
 from gccomm.pieces import MASK, Moves, Piece, Wire, scratch
 from gccomm.plan import Plan
@@ -39,13 +41,13 @@ from gccomm.sketch import LARGEST, Sketch, chosen
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Context, Redo, Sum, Words
 from gccomm.timeline import CallSpans
-from gccomm.transfers import Finish, LaneAdd, Maximum, Start, Transfer, WordAdd
+from gccomm.transfers import Between, Finish, HostSum, LaneAdd, Maximum, Start, Transfer, Whole, WordAdd
 
 __all__ = ["Job", "Outcome", "reduce", "rendezvous"]
 
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
-DEPTH = 2  # pieces on their way
-NONE = np.empty(0, dtype=np.uint32)
+DEPTH = 2  # pieces on their way, of each rank that speaks for its host
+MOST = 8  # of all of them
 
 
 @dataclass(slots=True)
@@ -91,6 +93,8 @@ class Job:
         From a number of bytes to the memory that the back end would have the next sum's data in, or None.
     spans : CallSpans, optional
         Where to note what is done when.
+    hosts : Hosts, optional
+        Where hosts add up their ranks' floats before they compress.
     """
 
     def __init__(
@@ -104,19 +108,32 @@ class Job:
         measure: bool = False,
         room: Callable[[int], Buffer | None] = lambda _nbytes: None,
         spans: CallSpans | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
-        self.place, self.spans = room, spans
+        self.place, self.spans, self.hosts = room, spans, hosts
         self.plan, self.context, self.whole = plan, context, whole
         self.have, self.states = have, states or {}
         if measure:
             self._sketch()
+        self.parts = [self._parts(number) for number in range(plan.plain, len(plan.pieces))]
         pieces = plan.agree_words or [0]
         scales = sum(pieces) if whole else max(pieces)
         self.agree = scratch(HEADER_WORDS + max(scales, SCALE_WORDS))
         self.room = max((sum(map(self._room, piece)) for piece in plan.pieces), default=0)
         count = max(SUM_WORDS + self.room + 2, MESSAGE_WORDS)
         self.words = scratch(count)
-        self.more = scratch(count) if len(plan.pieces) > 1 else NONE  # of the second piece on its way
+        self.depth = self._depth()
+        self.more = [scratch(count) for _ in range(1, self.depth)]  # of other pieces on their way
+
+    def _depth(self) -> int:
+        """Return how many pieces are on their way at a time: one where codecs keep much for their pieces,
+        which would leave the caches; two for each rank that speaks for its host.
+        """
+        pieces, hosted = len(self.plan.pieces), len(self.parts)
+        if hosted and self.hosts is not None:
+            return min(pieces, DEPTH * self.hosts.speakers, MOST)
+        keeps = self.context.piecewise and any(x.codec.keeps for x in self.plan.operands)
+        return 1 if keeps else min(max(pieces, 1), DEPTH)
 
     def _sketch(self) -> None:
         """Choose the operands whose errors are measured."""
@@ -130,9 +147,25 @@ class Job:
             return 2 * x.blocks + x.count  # counters and the like: the lanes themselves go elsewhere
         return x.message_room + (len(x.sketch.words) if x.sketch is not None else 0)
 
-    def start(self, x: Operand) -> Running:
+    def speaker(self, number: int) -> int | None:
+        """Return the place of the rank that speaks for its host in a piece; None: every rank does."""
+        plain = self.plan.plain
+        return None if self.hosts is None or number < plain else (number - plain) % self.hosts.speakers
+
+    def _parts(self, number: int) -> list[HostPart]:
+        speaker, hosts = self.speaker(number), self.hosts
+        assert speaker is not None
+        assert hosts is not None
+        return [HostPart(x, speaker, hosts.place == speaker) for x in self.plan.pieces[number]]
+
+    def start(self, x: Operand, speaker: int | None = None) -> Running:
         """Start the codec of an operand."""
-        return Running(x, self.context, [self.states.get(s.leaf) for s in x.segments])
+        context, hosts, silent = self.context, self.hosts, False
+        if speaker is not None and hosts is not None:
+            shift = rank_shift(hosts.host, hosts.number)
+            context = replace(context, rank=hosts.host, size=hosts.number, shift=shift, inputs=context.size)
+            context, silent = replace(context, piecewise=True), hosts.place != speaker
+        return Running(x, context, [self.states.get(s.leaf) for s in x.segments], speaker, silent)
 
 
 def rendezvous(call: Call, rank: int, size: int) -> Generator[Transfer, None, Outcome]:
@@ -168,6 +201,24 @@ def reduce(call: Call, job: Job | None, rank: int, size: int) -> Generator[Trans
     return (yield from engine.run(call))
 
 
+class _Way(NamedTuple):
+    """A piece on its way: its moves, whether one has begun, its handle, and whether the next one is to follow
+    at once.
+    """
+
+    moves: Moves
+    begun: bool = False
+    handle: Any = None
+    hastens: bool = False
+
+
+def _hastens(transfer: Whole) -> bool:
+    """Whether a transfer is one of those before the first large one of a piece for which a rank speaks."""
+    return isinstance(transfer, HostSum) or (
+        isinstance(transfer, Between) and isinstance(transfer.transfer, Maximum)
+    )
+
+
 class _Engine:
     def __init__(self, job: Job, rank: int, size: int) -> None:
         self.job, self.rank, self.size = job, rank, size
@@ -176,7 +227,7 @@ class _Engine:
         self.first: list[list[Running]] = []  # of the pieces whose agreement begins with the header
         self.running: list[Running] = []  # all of them
         self.ended: dict[int, list[Running]] = {}  # by piece
-        self.free = [job.more, job.words]  # memory for the sums of two pieces
+        self.free = [*job.more, job.words]  # memory for the sums of pieces on their way
         self.end = HEADER_WORDS
         self.head, self.head_tag = Message((), 0), 0
         self.queue: Iterator[Message] | None = None  # of the first piece, where its header is summed
@@ -189,7 +240,8 @@ class _Engine:
     def begin(self) -> None:
         """Start the first codecs and write what they want agreed behind the header, or their first words."""
         job = self.job
-        pieces = job.plan.pieces if job.whole else job.plan.pieces[:1]
+        pieces = job.plan.pieces[: job.plan.plain]
+        pieces = pieces if job.whole else pieces[:1]
         self.first = [[job.start(x) for x in piece] for piece in pieces]
         self.running = [r for piece in self.first for r in piece]
         if not pending(self.running, Agree) and self.first and pending(self.first[0], Sum):
@@ -197,7 +249,7 @@ class _Engine:
             self.head = next(self.queue)
             end = SUM_WORDS + self.head.words
             if end >= len(job.words):  # a codec that needs more words than it said
-                job.words = self.free[1] = scratch(end + 1)
+                job.words = self.free[-1] = scratch(end + 1)
             self.head.encode(job.words[SUM_WORDS:end])
             return
         self.end = HEADER_WORDS + wanted(self.running, Agree)
@@ -233,48 +285,65 @@ class _Engine:
         outcome.error = _overflow(self.job.plan)
         return outcome
 
-    def _piece(self, running: Sequence[Running], words: Words) -> Piece:
-        return Piece(self.wire, running, words, self.job.room, self.job.place)
+    def _piece(self, running: Sequence[Running], words: Words, speaker: int | None = None) -> Piece:
+        if speaker is None or self.job.hosts is None:
+            return Piece(self.wire, running, words, self.job.room, self.job.place)
+        wire = HostWire(self.wire, self.job.hosts, speaker)
+        return Piece(wire, running, words, self.job.room, lambda _nbytes: None)
 
     def _pieces(self) -> Generator[Transfer, Any, None]:
-        """Drive all pieces, two at a time: while one waits for the other ranks, the other one's codecs work.
+        """Drive all pieces, several at a time: while one waits for the others, another one's codecs work.
 
-        Not where codecs keep much for their pieces, which would leave the caches. What is done in which order
-        follows from the pieces alone, so that it is the same on all ranks.
+        Where hosts add up first, a piece begins when the one before has come to its sum, which is then on the
+        link meanwhile. What is done in which order follows from the pieces alone, so that it is the same on
+        all ranks.
         """
         left = iter(range(len(self.job.plan.pieces)))
-        depth = 1 if any(x.codec.keeps for x in self.job.plan.operands) else DEPTH
-        ways: deque[tuple[Moves, Any]] = deque()  # and what each of them waits for, in order
+        ways: deque[_Way] = deque()  # the pieces on their way, and what each of them waits for, in order
         while True:
-            while len(ways) < depth and (number := next(left, None)) is not None:
-                way = self._drive(number)
-                yield from self._go_on(way, ways)
-            if not ways:
+            if ways and ways[-1].hastens:
+                way = ways.pop()
+            elif len(ways) < self.job.depth and (number := next(left, None)) is not None:
+                way = _Way(self._drive(number))
+            elif ways:
+                way = ways.popleft()
+            else:
                 return
-            way, handle = ways.popleft()
-            yield Finish(handle)
-            yield from self._go_on(way, ways)
-
-    def _go_on(self, way: Moves, ways: deque[tuple[Moves, Any]]) -> Generator[Transfer, Any, None]:
-        transfer = next(way, None)
-        while isinstance(transfer, LaneAdd):  # overlaps by itself
-            yield transfer
-            transfer = next(way, None)
-        if transfer is not None:
-            handle = yield Start(transfer)
-            ways.append((way, handle))
+            if way.begun:
+                yield Finish(way.handle)
+            transfer = next(way.moves, None)
+            while isinstance(transfer, LaneAdd):  # overlaps by itself
+                yield transfer
+                transfer = next(way.moves, None)
+            if transfer is not None:
+                handle = yield Start(transfer)
+                ways.append(_Way(way.moves, True, handle, _hastens(transfer)))
 
     def _drive(self, number: int) -> Moves:
         """Reduce a piece, in memory that no other one on its way has."""
         self.wire.begin_piece(number)
+        speaker = self.job.speaker(number)
         if number < len(self.first):
             mine = self.first[number]
         else:
-            mine = [self.job.start(x) for x in self.job.plan.pieces[number]]
-        piece = self._piece(mine, self.free.pop())
+            yield from self._add_up(number)
+            mine = [self.job.start(x, speaker) for x in self.job.plan.pieces[number]]
+        piece = self._piece(mine, self.free.pop(), speaker)
         yield from piece.advance()
         self.free.append(piece.words)
         self._finish(number, mine)
+
+    def _add_up(self, number: int) -> Moves:
+        """Let each host add up what its ranks have for a piece, where that is to be."""
+        if self.job.speaker(number) is None:
+            return
+        for part in self.job.parts[number - self.job.plan.plain]:
+            transfer = part.transfer()
+            self.stats.host_bytes += transfer.send.nbytes
+            self.stats.encode_s += self.wire.lap()
+            yield transfer
+            self.stats.wire_s += self.wire.lap()
+            part.adopt()
 
     def _first_round(self, call: Call) -> Generator[Transfer, None, BaseException | None]:
         """Send the header with the first scales, then the other scales."""
@@ -344,19 +413,25 @@ class _Engine:
         if error is not None:
             raise BackendError(f"rank {self.rank}: sums were corrupted on the way: {error}")
         self.wire.piece = None
-        piece = self._piece(late, self.job.words)
-        for message_ in messages(late, min(self.job.room, REDO_WORDS)):
-            right = yield from piece.send_one(message_)
+        for speaker in sorted({-1 if r.speaker is None else r.speaker for r in late}):
+            some = [r for r in late if r.speaker == (None if speaker < 0 else speaker)]
+            yield from self._redo_those(some)
+        for r in late:
+            if r.step is not None:
+                raise BackendError(f"codec {r.operand.codec!r} yields a step after its redo: {r.step!r}")
+            self.stats.error.take(r.operand)
+
+    def _redo_those(self, late: Sequence[Running]) -> Generator[Transfer, None, None]:
+        """Send spans for which the same ranks speak."""
+        piece = self._piece(late, self.job.words, late[0].speaker)
+        for message in messages(late, min(self.job.room, REDO_WORDS)):
+            right = yield from piece.send_one(message)
             if not right:
                 msg = (
                     f"rank {self.rank}: the check words of a span were wrong twice, in wide lanes too: "
                     "sums were corrupted on the way"
                 )
                 raise BackendError(msg)
-        for r in late:
-            if r.step is not None:
-                raise BackendError(f"codec {r.operand.codec!r} yields a step after its redo: {r.step!r}")
-            self.stats.error.take(r.operand)
 
 
 def _within(lanes: Sequence[tuple[int, int, int]], lo: int, hi: int) -> tuple[tuple[int, int, int], ...]:

@@ -144,6 +144,7 @@ def cut(
     bucket_bytes: int = 25 << 20,
     *,
     lane_sums: bool = False,
+    leaves: Sequence[int] | None = None,
 ) -> list[list[Range]]:
     """Cut the leaves, in order, into pieces.
 
@@ -158,12 +159,15 @@ def cut(
         Most bytes of input that are fused into one piece.
     lane_sums : bool
         The back end sums lanes chunk by chunk: only the bytes count of what codecs have it sum so.
+    leaves : sequence of int, optional
+        Only these.
     """
     pieces: list[list[Range]] = []
     piece: list[Range] = []
     room: float = piece_coordinates
     room_bytes = bucket_bytes
-    for leaf, spec in enumerate(specs):
+    for leaf in range(len(specs)) if leaves is None else leaves:
+        spec = specs[leaf]
         weight = spec.weight(lane_sums)
         whole = piece_coordinates, bucket_bytes
         for start, count, full in _ranges(spec, weight, piece, (room, room_bytes), whole):

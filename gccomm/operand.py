@@ -94,7 +94,7 @@ class Operand(Batch):
         The energy is the sum of rint(|y| 1024 / M)^2, M the block's own maximum.
         """
         end, where = self.blocks if hi is None else hi, _address(energy)
-        self.kernels.maxima(self.address, self.count, lo, end, kernels.address(out), where, rotations)
+        self.kernels.maxima(self.source, self.count, lo, end, kernels.address(out), where, rotations)
 
     def rotate(self, out: Words, energy: Words | None, rotations: int) -> Operand:
         """Do what :meth:`maxima` does, and return the operand whose :meth:`encode` gives the words of rotated
@@ -106,7 +106,7 @@ class Operand(Batch):
         lengths = self.codec.carried(self.lengths)
         kept = kernels.pool_empty(4 * int(lengths.sum())).view(np.float32)
         where = kernels.address(out), _address(energy), rotations, kernels.address(kept)
-        if not self.kernels.maxima(self.address, self.count, 0, self.blocks, *where):
+        if not self.kernels.maxima(self.source, self.count, 0, self.blocks, *where):
             return self
         made, _ = self.rotated_blocks(kernels.address(kept))
         made.alive = kept
@@ -137,6 +137,7 @@ class Operand(Batch):
         made = copy(self)
         made.table, made.lengths = self.table.copy(), lengths
         made.address = kernels.address(made.table)
+        made.read_from(made.table)
         rotated = [geometry.padded(MIN_PART) for geometry in self.geometries]
         places = np.cumsum([0, *lengths], dtype=np.int64)
         before = [g.offset(s.start) for g, s in zip(rotated, self.segments, strict=True)]
@@ -207,7 +208,7 @@ class Operand(Batch):
         is :meth:`base` of another lane width.
         """
         self.kernels.encode(
-            self.address,
+            self.source,
             self.count,
             lo,
             hi,
@@ -260,7 +261,7 @@ class Operand(Batch):
             int(self.offsets[lo]) if base is None else base,
             width,
             limit,
-            ctx.size,
+            ctx.divisor,
             subtract,
             self.mean,
             ctx.stream,
@@ -269,6 +270,7 @@ class Operand(Batch):
             _address(ratios),
             rotations,
             offset,
+            ctx.size,
         )
         if energy is not None:
             steps = 65536 / limit if ratios is None else ratios[lo:hi]
@@ -309,9 +311,9 @@ class Operand(Batch):
         """Return the shape of segment ``i``'s tensor, complex numbers as pairs."""
         return self.specs[i].row_shape
 
-    def _alone(self, i: int, **fields: Any) -> Any:
+    def _alone(self, i: int, table: Any = None, **fields: Any) -> Any:
         """Return a table of segment ``i`` alone."""
-        row = self.table[i : i + 1].copy()
+        row = (self.table if table is None else table)[i : i + 1].copy()
         row["base"] = row["word0"] = row["res_out"] = 0
         for name, value in fields.items():
             row[name] = value
@@ -322,7 +324,7 @@ class Operand(Batch):
 
     def load(self, i: int) -> Buffer:
         """Return a copy of segment ``i``'s coordinates plus its residual: 1-D float32, or float64."""
-        return self._read(self._alone(i), i)
+        return self._read(self._alone(i, self.inputs), i)
 
     def _read(self, row: Any, i: int) -> Buffer:
         dtype = self._float_dtype()

@@ -28,6 +28,7 @@ __all__ = [
     "OPERATIONS",
     "PROVIDED",
     "SATURATING_WIDTHS",
+    "add_pair",
     "addition_seed",
     "check_operation",
     "fold_all",
@@ -93,6 +94,35 @@ def reduce_parts(operation: str, seed: int, parts: Sequence[Words], start: int, 
             add(a, b, out if len(left) == 2 else a, addition_seed(seed, done))
             done += 1
         left = left[0::2]
+
+
+def add_pair(
+    operation: str,
+    seed: int,
+    parts: tuple[Words, Words],
+    start: int,
+    out: Words,
+    number: tuple[int, int, int],
+) -> None:
+    """Make one of the additions of :func:`reduce_parts`, for back ends that reduce a power of two of ranks
+    pair by pair.
+
+    Parameters
+    ----------
+    operation, seed
+        As of :func:`reduce_parts`.
+    parts : two arrays of uint32
+        What the lower and the upper ranks hold.
+    start : int
+        Number of their first word in the whole array.
+    out : array of uint32
+        Result; may be one of the parts.
+    number : three ints
+        Number of ranks, a power of two; round; pair in the round.
+    """
+    ranks, round_, pair = number
+    addition = ranks - (ranks >> round_) + pair  # those of the rounds before come first
+    _adder(operation, start)(*parts, out, addition_seed(seed, addition))
 
 
 def _adder(operation: str, start: int) -> _Add:

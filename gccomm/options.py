@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gccomm.codecs.base import Codec
 from gccomm.layout import PIECE_COORDINATES
 from gccomm.steps import Buffer
+
+if TYPE_CHECKING:
+    from gccomm.hosts import Hosts
 
 __all__ = ["Options", "Place"]
 
@@ -17,7 +20,7 @@ __all__ = ["Options", "Place"]
 class Place:
     """Where a rank stands: its number, the number of ranks, whether they share one host, the operations of
     its back end's own, where that would have the data of the next sum (None: anywhere), and whether it sums
-    lanes by itself.
+    lanes by itself; and the hosts, where these add up their ranks' floats before they compress.
     """
 
     rank: int
@@ -26,6 +29,7 @@ class Place:
     operations: frozenset[str] = frozenset()
     room: Callable[[int], Buffer | None] = lambda _nbytes: None
     sums_lanes: bool = False
+    hosts: Hosts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,13 @@ class Plan:
         Keys that are None on all ranks: part of the layout, nothing to send.
     lane_sums : bool
         The back end sums lanes chunk by chunk: pieces may be larger than the caches.
+    hosts : int
+        Number of hosts that add up what codecs round before it is compressed; 0: they do not.
+
+    Attributes
+    ----------
+    plain : int
+        Number of pieces, the first ones, in which every rank sends its own.
 
     Raises
     ------
@@ -54,21 +61,26 @@ class Plan:
         piece_coordinates: int = PIECE_COORDINATES,
         bucket_bytes: int = 25 << 20,
         nones: Sequence[str] = (),
+        hosts: int = 0,
         *,
         lane_sums: bool = False,
     ) -> None:
         self.specs, self.nones, self.lane_sums = tuple(specs), tuple(nones), lane_sums
         self.geometries = [Geometry.of(spec.row_shape) for spec in specs]
         for codec, item_bytes in {(spec.route, spec.item_bytes) for spec in specs}:
-            codec.require_size(size, item_bytes)
+            codec.require_size(hosts if hosts and codec.rounds else size, item_bytes)
         for codec in {spec.route for spec in specs if spec.feedback}:
-            codec.require_feedback(size)
+            codec.require_feedback(hosts or size)
         self.layout = digest("\n".join(self.lines()))
         self.keys = [tensor_key(s.key, seed) for s in specs]
         self._step = -1
         private = np.array([s.route.private for s in specs], dtype=bool)
-        ranges = cut(specs, piece_coordinates, bucket_bytes, lane_sums=lane_sums)
-        pieces = [_group(piece, self.specs) for piece in ranges]
+        hosted = [bool(hosts) and spec.route.rounds for spec in specs]
+        kinds = [[i for i, own in enumerate(hosted) if own is kind] for kind in (False, True)]
+        sizes = piece_coordinates, bucket_bytes
+        plain, summed = (cut(specs, *sizes, lane_sums=lane_sums, leaves=leaves) for leaves in kinds)
+        self.plain = len(plain)
+        pieces = [_group(piece, self.specs) for piece in (*plain, *summed)]
         segments = [segment for batches in pieces for batch in batches for segment in batch]
         self.leaf_of = np.array([s.leaf for s in segments], dtype=np.int64)
         each = len(segments) == len(specs) and bool((self.leaf_of == np.arange(len(specs))).all())

@@ -131,16 +131,21 @@ class Reduction:
         return attempt
 
     def plan(
-        self, leaves: Sequence[Leaf], nones: tuple[str, ...], size: int, lane_sums: bool = False
+        self,
+        leaves: Sequence[Leaf],
+        nones: tuple[str, ...],
+        size: int,
+        hosts: int = 0,
+        lane_sums: bool = False,
     ) -> Plan:
         """Return the plan for these leaves, from the cache where the layout was seen before."""
         options = self.options
-        signature = (tuple(leaves), nones, size, lane_sums)
+        signature = (tuple(leaves), nones, size, hosts, lane_sums)
         plan = self._plans.pop(signature, None)
         if plan is None:
             specs = [self._spec(x) for x in leaves]
             sizes = options.piece_coordinates, options.bucket_bytes
-            plan = Plan(specs, size, options.seed, *sizes, nones, lane_sums=lane_sums)
+            plan = Plan(specs, size, options.seed, *sizes, nones, hosts, lane_sums=lane_sums)
             while len(self._plans) >= self.plans_kept:
                 self._plans.pop(next(iter(self._plans)))
         self._plans[signature] = plan  # most recently used last
@@ -167,11 +172,12 @@ class Attempt:
 
     def __init__(self, reduction: Reduction, place: Place) -> None:
         self.reduction, self.place = reduction, place
+        by_host = "" if place.hosts is None else f", hosts={place.hosts.number}"
         self.call = Call(
             "compressed_allreduce",
             reducer=reduction.reducer,
             step=reduction.step,
-            policy=reduction.policy,
+            policy=reduction.policy + by_host,
             state=reduction.options.choices + reduction.adapted(),
         )
         self.spans = timeline.begin(place.rank, self.call)
@@ -199,7 +205,8 @@ class Attempt:
         period, step = self.reduction.options.measure, self.reduction.step
         self._measure = period > 0 and (step < FIRST_MEASURED or step % period == 0)
         self._lane_sums = self.place.sums_lanes and not self._measure
-        plan = self._plan = self.reduction.plan(self._leaves, nones, self.place.size, self._lane_sums)
+        hosts = self.place.hosts.number if self.place.hosts is not None else 0
+        plan = self._plan = self.reduction.plan(self._leaves, nones, self.place.size, hosts, self._lane_sums)
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
         self._check_operations(plan)
@@ -272,7 +279,9 @@ class Attempt:
             dst[i] = kernels.address(result)
             if plan.specs[i].feedback:
                 res_in[i], res_out[i] = self._residual(leaf)
-        plan.bind(self.reduction.step, self.place.rank, src, dst, (res_in, res_out))
+        hosts = self.place.hosts
+        own = self.place.rank if hosts is None else hosts.host  # whose noise, where ranks have their own
+        plan.bind(self.reduction.step, own, src, dst, (res_in, res_out))
         self._direct(plan)
         context = Context(
             self.place.rank,
@@ -289,7 +298,15 @@ class Attempt:
         whole, measure = not self.place.one_host, self._measure
         room, spans = self.place.room, self.spans
         self.job = Job(
-            plan, context, have, whole=whole, states=states, measure=measure, room=room, spans=spans
+            plan,
+            context,
+            have,
+            whole=whole,
+            states=states,
+            measure=measure,
+            room=room,
+            spans=spans,
+            hosts=hosts,
         )
 
     def _states(self, plan: Plan) -> dict[int, State]:
@@ -333,6 +350,8 @@ class Attempt:
         if old is not None:
             self._old_residuals.append(old)
         new = kernels.pool_empty(size * dtype.itemsize).view(dtype)
+        if self.place.hosts is not None:
+            new[...] = 0  # of what other ranks of the host speak for
         self._residuals[leaf.key] = new
         return (kernels.address(old) if old is not None and size else 0), kernels.address(new)
 

@@ -15,10 +15,32 @@ T = TypeVar("T", Agree, Energies)
 
 
 class Running:
-    """One codec generator between two of its steps."""
+    """One codec generator between two of its steps.
 
-    def __init__(self, x: Operand, context: Context, states: Sequence[Any]) -> None:
+    Parameters
+    ----------
+    x : Operand
+        What it works on.
+    context : Context
+        Of the call.
+    states : sequence
+        What each segment's key has adapted.
+    speaker : int, optional
+        The place of the rank that speaks for its host; without it every rank does for itself.
+    silent : bool
+        Another rank speaks: what this one would send is not wanted.
+    """
+
+    def __init__(
+        self,
+        x: Operand,
+        context: Context,
+        states: Sequence[Any],
+        speaker: int | None = None,
+        silent: bool = False,
+    ) -> None:
         self.operand = x
+        self.speaker, self.silent = speaker, silent
         self.parts: Any = None
         self._steps: Steps = x.codec.steps(x, states, context)
         if not isinstance(self._steps, Generator):
@@ -59,7 +81,8 @@ def fill(running: Iterable[Running], kind: type[T], words: Words) -> None:
     position = 0
     for r in running:
         if isinstance(r.step, kind):
-            r.step.fill(words[position : position + r.step.count])
+            if not r.silent:
+                r.step.fill(words[position : position + r.step.count])
             position += r.step.count
 
 
@@ -100,9 +123,11 @@ class Part(NamedTuple):
 
     def encode(self, out: Words) -> None:
         """Write its words."""
-        end = len(out) - self._sketched
-        self.step.encode(self.lo, self.hi, out[:end])
         sketch = self.running.operand.sketch
+        if self.running.silent and sketch is None:
+            return
+        end = len(out) - self._sketched
+        self.step.encode(self.lo, self.hi, out[:end])  # also in silence: a sketch learns the scales there
         if sketch is not None and end < len(out):
             out[end:] = sketch.words
             sketch.give_back()

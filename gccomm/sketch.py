@@ -103,7 +103,7 @@ class Sketch:
     def give_back(self) -> None:
         """Stop that."""
         if self.lent:
-            self.x.table["res_out"] = 0
+            self.x.table["res_out"] = self.x.inputs["res_out"] = 0
         self.errors = self.errors[:0].copy()
 
     def project(self, scales: Words, ratios: Any, width: int) -> None:

@@ -72,6 +72,8 @@ class Stats:
         Collectives that the call made.
     encode_s, wire_s, decode_s : float
         Seconds in each.
+    host_bytes : int
+        Floats that this rank gave to the sums of its host, where hosts add up before they compress.
     codecs : dict of str to int
         Coordinates that each codec carried, by its id; "two-words" and "integers" are the exact carriers.
     spans_redone, clamps : int
@@ -85,6 +87,7 @@ class Stats:
     encode_s: float = 0.0
     wire_s: float = 0.0
     decode_s: float = 0.0
+    host_bytes: int = 0
     codecs: dict[str, int] = field(default_factory=dict)
     spans_redone: int = 0
     clamps: int = 0

@@ -62,6 +62,8 @@ class Context:
         What a codec returns comes back to it in the next step; false for the functions.
     sums_lanes : bool
         The driver takes a :class:`LaneSum`.
+    inputs : int
+        Number of inputs that are added up in all, where hosts add up their ranks' first; 0: n.
     """
 
     rank: int
@@ -73,6 +75,12 @@ class Context:
     piecewise: bool = False
     stateful: bool = False
     sums_lanes: bool = False
+    inputs: int = 0
+
+    @property
+    def divisor(self) -> int:
+        """What a mean divides the sum by."""
+        return self.inputs or self.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,19 @@ from gccomm.checks import check_options, integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome
 from gccomm.errors import BackendError
+from gccomm.hosts import Hosts
 from gccomm.layout import PIECE_COORDINATES
 from gccomm.operations import PROVIDED, fold_all
 from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.stats import Stats
 from gccomm.steps import Words
 from gccomm.transfers import (
+    Between,
     Broadcast,
     Combine,
     FloatAdd,
     Folding,
+    HostSum,
     Maximum,
     Transfer,
     Whole,
@@ -74,6 +77,7 @@ def simulate_steps(
     piece_coordinates: int = PIECE_COORDINATES,
     nonfinite: str = "propagate",
     one_host: bool = True,
+    hosts: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Sequence[Any], list[Any], list[Stats]]]:
     """Reduce over virtual ranks in lockstep, the code of a real run without processes, step by step.
 
@@ -92,6 +96,9 @@ def simulate_steps(
         Most coordinates of a piece; the results of lane codecs do not depend on it.
     one_host : bool
         Agree piece by piece, as ranks that share a host do.
+    hosts : sequence of int, optional
+        The host of each virtual rank, two or more of them: hosts add up their ranks' floats before they
+        compress, as with ``gccomm.init(hierarchical=True)``.
 
     Returns
     -------
@@ -118,7 +125,23 @@ def simulate_steps(
         msg = "`xs` must hold one array or tree for each virtual rank, got none"
         raise ValueError(msg)
     reductions = [Reduction(options, remember=True) for _ in first]
-    return _steps(reductions, xs, first, steps, one_host)
+    return _steps(reductions, xs, first, steps, _places(len(first), one_host, hosts))
+
+
+def _places(size: int, one_host: bool, hosts: Sequence[int] | None) -> list[Place]:
+    """Return where virtual ranks stand."""
+    if hosts is None:
+        return [Place(rank, size, one_host, PROVIDED) for rank in range(size)]
+    names = list(dict.fromkeys(hosts))
+    if len(hosts) != size or len(names) < 2:
+        msg = f"`hosts` must name a host for each of {size} ranks, two hosts at least, got {hosts!r}"
+        raise ValueError(msg)
+    speakers = min(list(hosts).count(name) for name in names)
+    found = [
+        Hosts(len(names), names.index(name), list(hosts[:rank]).count(name), speakers)
+        for rank, name in enumerate(hosts)
+    ]
+    return [Place(rank, size, False, PROVIDED, hosts=found[rank]) for rank in range(size)]
 
 
 def _steps(
@@ -126,9 +149,8 @@ def _steps(
     xs: Sequence[Any] | Callable[[int], Sequence[Any]],
     first: Sequence[Any],
     steps: int,
-    one_host: bool,
+    places: Sequence[Place],
 ) -> Iterator[tuple[int, Sequence[Any], list[Any], list[Stats]]]:
-    places = [Place(rank, len(reductions), one_host, PROVIDED) for rank in range(len(reductions))]
     inputs = first
     for step in range(steps):
         if callable(xs) and step:
@@ -141,7 +163,7 @@ def _step(
 ) -> tuple[list[Any], list[Stats]]:
     with np.errstate(all="ignore"):  # as in a call
         attempts = [r.start(x, p) for r, x, p in zip(reductions, inputs, places, strict=True)]
-        outcomes = _lockstep([a.transfers() for a in attempts])
+        outcomes = _lockstep([a.transfers() for a in attempts], [p.hosts for p in places])
         return _finish(attempts, outcomes), [o.stats for o in outcomes]
 
 
@@ -160,7 +182,9 @@ def _finish(attempts: Sequence[Attempt], outcomes: Sequence[Outcome]) -> list[An
             attempt.release()
 
 
-def _lockstep(runs: Sequence[Generator[Transfer, None, Outcome]]) -> list[Outcome]:
+def _lockstep(
+    runs: Sequence[Generator[Transfer, None, Outcome]], hosts: Sequence[Hosts | None]
+) -> list[Outcome]:
     """Advance all ranks to their next transfer, combine, and go on."""
     while True:
         transfers, outcomes = [], []
@@ -174,8 +198,42 @@ def _lockstep(runs: Sequence[Generator[Transfer, None, Outcome]]) -> list[Outcom
         if outcomes:
             return outcomes
         whole = at_once(transfers)
-        if whole:
+        if whole and isinstance(whole[0], HostSum | Between):
+            _combine_by_host(whole, [h for h in hosts if h is not None])
+        elif whole:
             _combine(whole)
+
+
+def _combine_by_host(transfers: Sequence[Whole], hosts: Sequence[Hosts]) -> None:
+    """Sum within hosts, or reduce what speakers have and hand it to the others."""
+    sums = [t for t in transfers if isinstance(t, HostSum)]
+    between = [t for t in transfers if isinstance(t, Between)]
+    if len(sums) not in (0, len(transfers)) or len(between) not in (0, len(transfers)):
+        raise BackendError(f"virtual ranks make different transfers: {[type(t).__name__ for t in transfers]}")
+    for index in range(hosts[0].number if sums else 0):
+        mine = [s for s, h in zip(sums, hosts, strict=True) if h.host == index]
+        total = mine[0].send.copy()
+        for other in mine[1:]:
+            total += other.send
+        (target,) = (s.recv for s in mine if s.recv is not None)
+        target[...] = total
+    if between:
+        speaks = [h.place == t.speaker for t, h in zip(between, hosts, strict=True)]
+        _combine([t.transfer for t, own in zip(between, speaks, strict=True) if own])
+        result = next(_result(t.transfer) for t, own in zip(between, speaks, strict=True) if own)
+        for whole in [t.transfer for t, own in zip(between, speaks, strict=True) if not own]:
+            _result(whole)[...] = result
+            if isinstance(whole, Folding):
+                whole.step.decode(0, whole.step.blocks, whole.folded)
+
+
+def _result(transfer: Whole) -> Any:
+    if isinstance(transfer, FloatAdd):
+        return transfer.recv
+    if isinstance(transfer, Folding):
+        return transfer.folded
+    assert isinstance(transfer, Maximum | WordAdd | Combine)
+    return transfer.words
 
 
 def _combine(transfers: Sequence[Whole]) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gccomm.agreement import Call
-from gccomm.transfers import LaneAdd, Maximum, Whole
+from gccomm.transfers import Between, LaneAdd, Maximum, Whole
 
 __all__ = [
     "LIMIT",
@@ -114,6 +114,7 @@ class CallSpans:
     def moved(self, transfer: Whole, piece: int | None, nbytes: int, times: tuple[float, ...]) -> None:
         """Note a transfer: when the rank began to encode it, sent it, began to wait, and had the sums."""
         encoding, sent, waiting, there = times
+        transfer = transfer.transfer if isinstance(transfer, Between) else transfer
         agrees, kind = isinstance(transfer, Maximum), "wire"
         names = ("scales", "agree") if agrees else ("encode", "wire")
         self._met = self._met or there

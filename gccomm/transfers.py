@@ -15,11 +15,13 @@ from gccomm.backends import Backend
 from gccomm.steps import Buffer, FloatName, Fold, Words
 
 __all__ = [
+    "Between",
     "Broadcast",
     "Combine",
     "Finish",
     "FloatAdd",
     "Folding",
+    "HostSum",
     "LaneAdd",
     "Maximum",
     "Start",
@@ -101,7 +103,27 @@ class LaneAdd:
     seconds: tuple[float, float] = (0.0, 0.0)
 
 
-Whole: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Folding | Broadcast | LaneAdd
+@dataclass(frozen=True, slots=True)
+class HostSum:
+    """Elementwise float SUM, in rank order, over the ranks of each host, into ``recv`` of the one at place
+    ``speaker``, or None on others.
+    """
+
+    send: Buffer
+    recv: Buffer | None
+    dtype: FloatName
+    speaker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A reduction over the hosts of what the ranks at place ``speaker`` hold; all ranks get the result."""
+
+    transfer: Whole
+    speaker: int
+
+
+Whole: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Folding | Broadcast | LaneAdd | HostSum | Between
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +155,8 @@ def _begin(transfer: Whole, backend: Any) -> Any:
     if not hasattr(backend, "begin"):
         return execute(transfer, backend)
     match transfer:
+        case Between():
+            return _begin(transfer.transfer, backend.between(transfer.speaker))
         case WordAdd():
             out = transfer.words if transfer.out is None else transfer.out
             return backend.begin("words", transfer.words, out)
@@ -143,11 +167,21 @@ def _begin(transfer: Whole, backend: Any) -> Any:
     return execute(transfer, backend)
 
 
+def _by_host(transfer: Between | HostSum, backend: Any) -> None:
+    """Run a transfer over a back end that has hosts."""
+    if isinstance(transfer, Between):
+        execute(transfer.transfer, backend.between(transfer.speaker))
+    else:
+        backend.host_sum(transfer.send, transfer.recv, transfer.dtype, transfer.speaker)
+
+
 def execute(transfer: Transfer, backend: Backend) -> Any:
     """Run one transfer over a back end until it is complete on this rank; return the handle of a start."""
     match transfer:
         case Start():
             return _begin(transfer.transfer, backend)
+        case Between() | HostSum():
+            _by_host(transfer, backend)
         case Finish():
             if transfer.handle is not None:
                 backend.end(transfer.handle)  # type: ignore[attr-defined]  # has it, as it has handles

@@ -491,3 +491,40 @@ def test_ranks_of_a_host_send_through_one_of_them(mpi_lab: Lab, tmp_path: Path) 
     assert found.returncode == 0, found.stderr
     lines = sorted(line for line in found.stdout.splitlines() if line.startswith("rank"))
     assert lines == [f"rank {r}|{r % 2}|{r % 2 == 0}|True|1" for r in range(4)]
+
+
+def test_hosts_add_up_floats(mpi_lab: Lab, tmp_path: Path) -> None:
+    """Two hosts of two ranks, which speak by turns: to the bit what the simulation gives."""
+    body = """
+        import numpy as np
+        import gccomm
+
+        with gccomm.init(hierarchical=True) as comm:
+            draw = [np.random.default_rng(r).standard_normal((3000, 1024), np.float32) for r in range(4)]
+            trees = [{"w": x} for x in draw]
+            found = comm.compressed_allreduce(trees[comm.rank])["w"]
+            expected = gccomm.testing.simulate(trees, hosts=[0, 0, 1, 1])[0][comm.rank]["w"]
+            same = bool(np.array_equal(found, expected))
+            line = f"rank {comm.rank}|{tuple(comm._backend.hosts)}|{same}"
+            print(line + chr(10), end="", flush=True)  # in one write: lines of ranks must not mix
+    """
+    path = tmp_path / "floats.py"
+    path.write_text(dedent(body))
+    found = job("-n", "4", "--per-host", "2", path)
+    assert found.returncode == 0, found.stderr
+    lines = sorted(line for line in found.stdout.splitlines() if line.startswith("rank"))
+    assert lines == [f"rank {r}|(2, {r // 2}, {r % 2}, 2)|True" for r in range(4)]
+
+
+def test_benchmark_of_hierarchies(mpi_lab: Lab, tmp_path: Path) -> None:
+    path, script_ = tmp_path / "found.json", ROOT / "benchmarks" / "hierarchy.py"
+    done = job("-n", "4", "--per-host", "2", script_, "--size", "256K", "--iters", "2", "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["levels"] for row in rows} == {"flat", "words", "floats"}
+    errors = {(row["codec"], row["levels"]): row["vnmse"] for row in rows}
+    for codec in ("uniform:wire_bits=8", "rotated:wire_bits=8"):
+        assert errors[codec, "flat"] == errors[codec, "words"] > 1.5 * errors[codec, "floats"]
+    done = job("-n", "2", script_, "--size", "64K")
+    assert done.returncode == 2
+    assert "every host has one rank" in done.stderr

@@ -163,14 +163,15 @@ def group(size: int) -> list[LocalBackend]:
     return _group(size, Family())
 
 
-def connect(comm: object = None) -> LocalBackend:
-    """Return a world of one.
+def connect(comm: object = None, *, hierarchical: bool | None = None) -> LocalBackend:
+    """Return a world of one, in which there is no hierarchy of hosts.
 
     Raises
     ------
     TypeError
         `comm` is given: this back end stands on no communicator.
     """
+    del hierarchical
     if comm is not None:
         message = f"the back end `local` takes no `comm`; got {type(comm).__name__}"
         raise TypeError(message)

@@ -20,7 +20,7 @@ _REMEDY = (
 )
 
 
-def connect(comm: object = None) -> MpiBackend:
+def connect(comm: object = None, *, hierarchical: bool | None = None) -> MpiBackend:
     """Return a handle on the private duplicate of a communicator, which the first call makes; collective.
 
     The duplicate is kept until every handle on it is closed; garbage collection frees nothing, because
@@ -31,6 +31,8 @@ def connect(comm: object = None) -> MpiBackend:
     ----------
     comm : mpi4py.MPI.Intracomm, optional
         The processes; by default all of the job (``COMM_WORLD``).
+    hierarchical : bool, optional
+        See :func:`gccomm.init`.
 
     Raises
     ------
@@ -39,12 +41,12 @@ def connect(comm: object = None) -> MpiBackend:
     TypeError
         `comm` is no intracommunicator of mpi4py.
     ValueError
-        `comm` was freed.
+        `comm` was freed, or `hierarchical` is another one than that with which it is in use.
     """
     _require_mpi()
     from gccomm_mpi.backend import open_backend
 
-    return open_backend(comm)
+    return open_backend(comm, hierarchical)
 
 
 def _require_mpi() -> None:

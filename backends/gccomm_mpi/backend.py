@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -11,12 +9,16 @@ from mpi4py import MPI
 
 from gccomm.backends import Activity, Backend, Bytes, FloatName, Words
 from gccomm.errors import BackendError
-from gccomm.operations import PROVIDED, check_operation, reduce_parts
+from gccomm.hosts import Hosts
+from gccomm.operations import PROVIDED, check_operation
 from gccomm.steps import Fold
 from gccomm_mpi.channel import Channel, Operation, cached, thread_refusal
-from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange_in_order
+from gccomm_mpi.exchange import PIECE_BYTES
 from gccomm_mpi.failure import abort_job, guard
+from gccomm_mpi.hierarchy import Between, Shared
 from gccomm_mpi.hops import fold
+from gccomm_mpi.link import Flight
+from gccomm_mpi.messages import pieces
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 from gccomm_mpi.window import FEW_RANKS, Posted
 
@@ -24,21 +26,13 @@ __all__ = ["MpiBackend", "open_backend"]
 
 Array = npt.NDArray[Any]
 
-# Elements per MPI call: counts and byte counts stay far from 2^31 in every library.
-MAX_COUNT = 1 << 28
-
 
 class MpiBackend:
     """A handle on a communicator of gccomm's own; see `gccomm.backends.Backend` for the operations.
 
     Every wait, whatever the size, tests a request or a flag and gives the core away between tests, reports a
-    stall and obeys ``GCCOMM_TIMEOUT_S``. Ranks of one host reduce through `gccomm_mpi.window`; between hosts
-    large arrays go through `gccomm_mpi.exchange`, small ones through MPI's all-reduce.
-
-    Attributes
-    ----------
-    max_count : int
-        Elements per MPI call; larger arrays are cut. Equal on all ranks.
+    stall and obeys ``GCCOMM_TIMEOUT_S``. Ranks of one host reduce through `gccomm_mpi.window`, ranks of
+    several hosts through `gccomm_mpi.messages`, where reductions that were begun go on in every wait.
     """
 
     name = "mpi"
@@ -52,7 +46,7 @@ class MpiBackend:
         self.size: int = channel.comm.size
         self.local_rank: int = channel.local_rank
         self.one_host: bool = channel.one_host
-        self.max_count = MAX_COUNT
+        self.hosts: Hosts | None = channel.hosts
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -114,22 +108,40 @@ class MpiBackend:
             assert channel.window is not None
             return channel.window.sum_lanes("sum of lanes", job)
 
-    def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | None:
+    def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | Flight | None:
         """Begin a reduction, "maximum", "words" or a float format; None if it is complete already.
 
-        Two may be on their way. Their arrays are left alone until :meth:`end`.
+        Several may be on their way. Their arrays are left alone until :meth:`end`.
         """
         operator = {"maximum": MAXIMUM, "words": SUM}.get(kind) or sum_of(kind)  # type: ignore[arg-type]
         name = kind if kind == "maximum" else "sum" if kind == "words" else f"{kind} sum"
         window = self._channel.window
-        if window is None or recv.nbytes > window.slot_bytes:
-            self._reduce(name, send, recv, operator)
-            return None
-        with self._operation(name, (send, recv)):
-            return window.post(name, send.reshape(-1), recv.reshape(-1), operator.kind)
+        if window is not None and recv.nbytes <= window.slot_bytes:
+            with self._operation(name, (send, recv)):
+                return window.post(name, send.reshape(-1), recv.reshape(-1), operator.kind)
+        messages = self._channel.messages
+        alone = window is not None or self._channel.hierarchy is not None or self.size == 1
+        if not alone and 0 < recv.nbytes <= PIECE_BYTES and recv.size <= messages.max_count:
+            with self._operation(name, (send, recv)):
+                flat = recv.reshape(-1)
+                source = flat if send is recv else send.reshape(-1)
+                return messages.begin(name, source, flat, operator)
+        self._reduce(name, send, recv, operator)
+        return None
 
-    def end(self, handle: Posted, /) -> None:
+    def end(self, handle: Posted | Flight | Shared, /) -> None:
         """Complete a reduction that was begun."""
+        if isinstance(handle, Shared):
+            with self._operation(handle.name, handle.recv) as channel:
+                if handle.flight is not None:
+                    channel.land(handle.flight)
+                assert channel.hierarchy is not None
+                channel.hierarchy.share(handle.name, handle.recv, handle.place)
+            return
+        if isinstance(handle, Flight):
+            with self._operation(handle.name, handle.buffers) as channel:
+                channel.land(handle)
+            return
         with self._operation(handle.name, handle.recv) as channel:
             assert channel.window is not None
             channel.window.finish(handle)
@@ -151,19 +163,10 @@ class MpiBackend:
         with self._operation(name, (send, recv)) as channel:
             if channel.window is not None:
                 channel.window.join(name, send, recv, operator.kind)
-                return
-            if channel.hierarchy is not None:
-                channel.hierarchy.reduce(name, send, recv, operator, self._between)
-                return
-            large = self.size > 1 and recv.nbytes >= self.size * SHARE_BYTES
-            count = PIECE_BYTES // recv.itemsize if large else self.max_count
-            for source, target in _pieces(send, recv, min(self.max_count, count)):
-                self._between(channel, name, source, target, operator)
-
-    def _between(self, link: Any, name: str, send: Array, recv: Array, operator: Operator) -> None:
-        """Reduce by messages of MPI: over all ranks, or one of each host."""
-        large = link.comm.size > 1 and recv.nbytes >= link.comm.size * SHARE_BYTES
-        (self._channel.chooser.run if large else by_mpi)(link, name, send, recv, operator)
+            elif channel.hierarchy is not None:
+                channel.hierarchy.reduce(name, send, recv, operator)
+            else:
+                channel.messages.reduce(name, send, recv, operator)
 
     def combine_words(self, words: Words, operation: str, seed: int, /) -> None:
         """Reduce the words over the ranks by an operation of gccomm's own, through gccomm's exchange.
@@ -174,17 +177,34 @@ class MpiBackend:
             There is no such operation, or `seed` is no 32-bit word.
         """
         check_operation(operation, seed)
-        name, count = f"reduction `{operation}`", min(self.max_count, PIECE_BYTES // words.itemsize)
+        name = f"reduction `{operation}`"
         with self._operation(name, words) as channel:
-            if self.size == 1:
-                return
-            for place, (piece, _) in enumerate(_pieces(words, words, count)):
-                exchange_in_order(channel, name, piece, place * count, partial(reduce_parts, operation, seed))
+            channel.messages.combine(name, operation, seed, words)
+
+    def host_sum(self, send: Array, recv: Array | None, dtype: FloatName, place: int, /) -> None:
+        """Write the sum of `send` over the ranks of each host, in their order, to `recv` of the one at a
+        place.
+        """
+        name = f"{dtype} sum of a host"
+        with self._operation(name, (send, recv)) as channel:
+            assert channel.hierarchy is not None
+            channel.hierarchy.gather(name, send, recv, sum_of(dtype).kind, place)
+
+    def between(self, place: int, /) -> Between:
+        """Return the reductions over the hosts in which the ranks at a place speak."""
+        if self._closed:
+            raise BackendError("a reduction between hosts: this communicator is closed")
+        return Between(self._channel, place)
+
+    @property
+    def algorithms(self) -> list[str]:
+        """One line for each choice of an algorithm that was made."""
+        return self._channel.chooser.table()
 
     def fold_words(self, step: Fold, sent: Words, folded: Words, /) -> None:
         """Encode, fold over the ranks, and decode; `sent` and `folded` are memory for the words."""
         with self._operation("fold", (sent, folded)) as channel:
-            fold(channel, "fold", step, sent, folded)
+            fold(channel, channel.messages.link, "fold", step, sent, folded)
 
     def broadcast(self, buffer: Bytes, root: int, /) -> None:
         """Overwrite `buffer` with that of rank `root`."""
@@ -192,7 +212,7 @@ class MpiBackend:
             message = f"`root` must be a rank from 0 to {self.size - 1}; got {root}"
             raise ValueError(message)
         with self._operation("broadcast", buffer) as channel:
-            for _, piece in _pieces(buffer, buffer, self.max_count):
+            for _, piece in pieces(buffer, buffer, self._channel.messages.max_count):
                 channel.complete(channel.comm.Ibcast((piece, MPI.BYTE), root), "broadcast")
 
     def split(self, color: int | None, key: int, /) -> Backend | None:
@@ -203,7 +223,9 @@ class MpiBackend:
         with self._operation("split", None) as channel:
             channel.arrive("split")
             comm = channel.comm.Split(MPI.UNDEFINED if color is None else color, key)
-            return None if comm == MPI.COMM_NULL else MpiBackend(Channel(comm))
+            if comm == MPI.COMM_NULL:
+                return None
+            return MpiBackend(Channel(comm, hierarchical=self._channel.hierarchical))
 
     def close(self) -> None:
         """Release this handle; the last one on a communicator frees it, collectively, unless it is broken."""
@@ -231,19 +253,7 @@ class MpiBackend:
         return Operation(self._channel, name, buffers)
 
 
-def _pieces(send: Array, recv: Array, count: int) -> Iterator[tuple[Array, Array]]:
-    """Cut two arrays of one size into flat pieces of at most `count` elements; one array is cut once."""
-    if 0 < recv.size <= count and recv.ndim == 1:
-        yield send, recv
-        return
-    flat_recv = recv.reshape(-1)
-    flat_send = flat_recv if send is recv else send.reshape(-1)
-    for low in range(0, recv.size, count):
-        target = flat_recv[low : low + count]
-        yield (target if send is recv else flat_send[low : low + count]), target
-
-
-def open_backend(comm: Any = None) -> MpiBackend:
+def open_backend(comm: Any = None, hierarchical: bool | None = None) -> MpiBackend:
     """Return a handle on the channel of `comm`, by default of the world; see `gccomm_mpi.connect`."""
     parent = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(parent, MPI.Intracomm):
@@ -253,7 +263,7 @@ def open_backend(comm: Any = None) -> MpiBackend:
         message = "`comm` was freed"
         raise ValueError(message)
     guard()
-    channel = cached(parent)
+    channel = cached(parent, hierarchical)
     if channel.broken is not None:
         message = f"the communicator that gccomm keeps for this one is broken: {channel.broken}"
         raise BackendError(message)

@@ -7,21 +7,21 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
 from gccomm.backends import Patience
 from gccomm.errors import BackendError
+from gccomm.hosts import Hosts
 from gccomm_mpi.choice import Chooser
-from gccomm_mpi.exchange import by_mpi, exchange
 from gccomm_mpi.failure import abandon, abort_job
-from gccomm_mpi.hierarchy import Hierarchy, Leaders
-from gccomm_mpi.ring import SEGMENT_BYTES, ring
+from gccomm_mpi.hierarchy import Hierarchy
+from gccomm_mpi.link import Flight, Link, Moves
+from gccomm_mpi.messages import ALGORITHMS, Messages
+from gccomm_mpi.ring import SEGMENT_BYTES
 from gccomm_mpi.window import Window, open_window, slot_bytes
 
 __all__ = ["Channel", "Operation", "cached", "thread_refusal"]
@@ -34,9 +34,6 @@ YIELD_S = 0.05
 NAP_S = 5e-5
 
 
-ALGORITHMS = {"ring": ring, "direct": exchange, "mpi": by_mpi}
-
-
 class Channel:
     """A communicator of gccomm's own, shared by all handles on one parent.
 
@@ -46,9 +43,18 @@ class Channel:
         Owned by the channel. Making the channel is collective on it.
     parent : mpi4py.MPI.Intracomm, optional
         The communicator in whose attributes the channel is cached.
+    hierarchical : bool, optional
+        See :func:`gccomm.init`.
+
+    Raises
+    ------
+    ValueError
+        Settings that are wrong, or not the same on all ranks; on all ranks.
+    BackendError
+        Hosts are to add up floats, but their ranks cannot share memory; on all ranks.
     """
 
-    def __init__(self, comm: Any, parent: Any = None) -> None:
+    def __init__(self, comm: Any, parent: Any = None, hierarchical: bool | None = None) -> None:
         self.comm = comm
         self.parent = parent
         self.users = 0
@@ -58,10 +64,11 @@ class Channel:
         self.interrupt_deadline: float | None = None
         self.background = False  # the program computes meanwhile
         self.thread = threading.get_ident()
-        self._scratch = np.empty(0, np.uint8)
+        self.flights: list[Flight] = []  # on their way
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        windows, hierarchical, algorithm = _settings(comm)
-        self.chooser = Chooser(ALGORITHMS, algorithm)
+        settings = _settings(comm, hierarchical)
+        self.hierarchical = hierarchical
+        self.chooser = Chooser(settings.algorithm)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self.local_rank: int = host.rank
         self.one_host: bool = host.size == comm.size
@@ -70,18 +77,22 @@ class Channel:
         self._spins = SPINS if self.one_host and host.size <= len(cores) else 1
         # Between hosts segments go without asking the receiver first; in memory there is nothing to ask.
         self.segment_bytes = sys.maxsize if self.one_host else SEGMENT_BYTES
+        self.messages = Messages(self, Link(comm, self.segment_bytes))  # between all ranks
         self.window: Window | None = None  # of ranks that all share a host
         self.hierarchy: Hierarchy | None = None
-        self.no_window = ""
-        if windows and (self.one_host or hierarchical):
-            self._share(host)
+        self.hosts: Hosts | None = None  # where hosts add up their ranks' floats before they compress
+        self.no_window = "" if settings.windows else "GCCOMM_WINDOW=0"
+        sizes = comm.allgather(host.size)
+        if settings.windows and max(sizes) > 1 and (self.one_host or settings.levels != "flat"):
+            self._share(host, sizes, settings.levels == "floats")
         host.Free()
+        if settings.levels == "floats" and not self.one_host and max(sizes) > 1 and self.hosts is None:
+            msg = f"hierarchical reductions need memory that ranks of a host share: {self.no_window}"
+            raise BackendError(msg)
 
-    def _share(self, host: Any) -> None:
+    def _share(self, host: Any, sizes: Sequence[int], floats: bool) -> None:
         """Make the window of a host's ranks, and the hierarchy over several hosts; all or none of them."""
-        most = max(self.comm.allgather(host.size))
-        if most == 1:
-            return
+        most = max(sizes)
         window, reason = open_window(host, self.until, most) if host.size > 1 else (None, "")
         reasons = [reason for reason in self.comm.allgather(reason) if reason]
         if reasons:
@@ -89,9 +100,20 @@ class Channel:
         elif self.one_host:
             self.window = window
         else:
-            leaders = self.comm.Split(0 if host.rank == 0 else MPI.UNDEFINED, self.comm.rank)
-            found = Leaders(leaders, self) if leaders != MPI.COMM_NULL else None
-            self.hierarchy = Hierarchy(window, found, slot_bytes(most))
+            speakers = min(sizes) if floats else 1
+            color = host.rank if host.rank < speakers else MPI.UNDEFINED
+            firsts = self.comm.allgather(host.bcast(self.comm.rank))  # of each rank's host its first rank
+            index = sorted(set(firsts)).index(firsts[self.comm.rank])
+            column, found = self.comm.Split(color, index), None
+            if column != MPI.COMM_NULL:
+                found = Messages(self, Link(column, self.segment_bytes))
+            self.hierarchy = Hierarchy(window, found, host.rank, slot_bytes(most), self.go_on)
+            if floats:
+                self.hosts = Hosts(len(set(firsts)), index, host.rank, speakers)
+
+    def operation(self, name: str, buffers: Any) -> Operation:
+        """Return the context of one collective call."""
+        return Operation(self, name, buffers)
 
     def complete(self, request: Any, name: str) -> None:
         """Wait for `request`, giving the core away between tests.
@@ -126,7 +148,8 @@ class Channel:
         def look() -> bool:
             if test():
                 return True
-            self.comm.Iprobe()  # the program's own messages go on meanwhile, as in any call of MPI's
+            if not self.flights:  # their tests do the same
+                self.comm.Iprobe()  # the program's own messages go on meanwhile, as in any call of MPI's
             return False
 
         self._wait(look, name)
@@ -134,6 +157,7 @@ class Channel:
     def _wait(self, test: Any, name: str) -> None:
         wait = self.patience.begin(name)
         while not test():
+            self.go_on()
             waited = wait.check()
             deadline = self.interrupt_deadline
             if deadline is not None and time.monotonic() >= deadline:
@@ -143,15 +167,30 @@ class Channel:
             else:
                 time.sleep(NAP_S)
 
+    def launch(self, name: str, moves: Moves, buffers: Any) -> Flight:
+        """Begin a reduction; it goes on in every wait, until :meth:`land` completes it."""
+        flight = Flight(name, moves, buffers)
+        self.flights.append(flight)
+        flight.go_on()
+        return flight
+
+    def land(self, flight: Flight) -> None:
+        """Wait until a reduction is complete; errors as of :meth:`complete`."""
+        for _ in range(1 if self.background else self._spins):
+            if flight.go_on():
+                break
+        else:
+            self._wait(flight.go_on, flight.name)
+        self.flights.remove(flight)
+
+    def go_on(self) -> None:
+        """Let reductions on their way go on; waits for nothing."""
+        for flight in self.flights:
+            flight.go_on()
+
     def arrive(self, name: str) -> None:
         """Wait until all ranks are here: MPI calls that only exist in a blocking form then take no time."""
         self.complete(self.comm.Ibarrier(), name)
-
-    def scratch(self, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
-        """Return memory that is kept from call to call, so that a steady loop touches no fresh page."""
-        if self._scratch.size < length * dtype.itemsize:
-            self._scratch = np.empty(length * dtype.itemsize, np.uint8)
-        return self._scratch[: length * dtype.itemsize].view(dtype)
 
     def release(self) -> None:
         """Give up one handle; the last one frees the communicator. Collective then, unless it is broken."""
@@ -163,8 +202,8 @@ class Channel:
         if self.broken is None:
             with Operation(self, "close", None):
                 self.arrive("close")
-                if self.hierarchy is not None and self.hierarchy.leaders is not None:
-                    self.hierarchy.leaders.comm.Free()
+                if self.hierarchy is not None and self.hierarchy.column is not None:
+                    self.hierarchy.column.link.comm.Free()
                 self.comm.Free()
         self.broken = self.broken or "it is closed"
         self.window = self.hierarchy = None  # unmaps it
@@ -198,7 +237,7 @@ class Operation:
     ) -> None:
         if error is None:
             return
-        abandon(self._buffers)
+        abandon((self._buffers, self._channel.flights))
         if isinstance(error, MPI.Exception):
             text = f"MPI failed in {self._name}: {error.Get_error_string()} (class {error.Get_error_class()})"
             self._channel.broken = text
@@ -207,9 +246,21 @@ class Operation:
         self._channel.broken = f"rank {rank} left {self._name}: {error or type(error).__name__}"
 
 
-def _settings(comm: Any) -> tuple[bool, bool, str | None]:
-    """Return whether windows and a hierarchy are used, and the algorithm that is named, from variables;
-    collective.
+class Settings(NamedTuple):
+    """Whether ranks of a host share memory; "flat", "words" or "floats": what hosts of several ranks do
+    first; and the algorithm that is named.
+    """
+
+    windows: bool
+    levels: str
+    algorithm: str | None
+
+
+_LEVELS = {"": "words", "0": "flat", "1": "words", "words": "words", "floats": "floats"}
+
+
+def _settings(comm: Any, hierarchical: bool | None) -> Settings:
+    """Return the settings from variables, which go before arguments; collective.
 
     Raises
     ------
@@ -217,9 +268,10 @@ def _settings(comm: Any) -> tuple[bool, bool, str | None]:
         On all ranks: a variable has no such value, or not the same on all ranks.
     """
     switch = ("", "0", "1")
-    allowed: dict[str, tuple[str, ...]] = {"GCCOMM_WINDOW": switch, "GCCOMM_HIERARCHY": switch}
+    allowed: dict[str, tuple[str, ...]] = {"GCCOMM_WINDOW": switch, "GCCOMM_HIERARCHY": tuple(_LEVELS)}
     allowed["GCCOMM_ALLREDUCE"] = ("", *ALGORITHMS)
-    found = comm.allgather([os.environ.get(variable, "") for variable in allowed])
+    mine = [os.environ.get(variable, "") for variable in allowed]
+    found, asked = zip(*comm.allgather((mine, hierarchical)), strict=True)
     for (variable, values), texts in zip(allowed.items(), zip(*found, strict=True), strict=True):
         for rank, text in enumerate(texts):
             if text not in values:
@@ -230,7 +282,15 @@ def _settings(comm: Any) -> tuple[bool, bool, str | None]:
                 differ = f"{texts[0]!r} on rank 0 and {text!r} on rank {rank}"
                 msg = f"{variable} must be equal on all ranks; it is {differ}"
                 raise ValueError(msg)
-    return found[0][0] != "0", found[0][1] != "0", found[0][2] or None
+    for rank, value in enumerate(asked):
+        if value is not asked[0]:
+            differ = f"{asked[0]} on rank 0, {value} on rank {rank}"
+            msg = f"`hierarchical` must be equal on all ranks; it is {differ}"
+            raise ValueError(msg)
+    window, levels, algorithm = found[0]
+    if levels == "" and asked[0] is not None:
+        levels = "floats" if asked[0] else "0"
+    return Settings(window != "0", _LEVELS[levels], algorithm or None)
 
 
 def thread_refusal() -> str:
@@ -263,17 +323,23 @@ def _check_thread_level(channel: Channel) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
-def cached(parent: Any) -> Channel:
+def cached(parent: Any, hierarchical: bool | None = None) -> Channel:
     """Return the channel of `parent`; the first call makes it, collectively."""
     channel: Channel | None = parent.Get_attr(_keyval)
     if channel is None:
         comm = _duplicate(parent)
         try:
-            channel = Channel(comm, parent)
-        except ValueError:  # on all ranks
+            channel = Channel(comm, parent, hierarchical)
+        except (ValueError, BackendError):  # on all ranks
             comm.Free()
             raise
         parent.Set_attr(_keyval, channel)
+    elif hierarchical is not None and hierarchical is not channel.hierarchical:
+        msg = (
+            f"this communicator is in use with hierarchical={channel.hierarchical}, not {hierarchical}: "
+            "close what gccomm.init() has returned for it first, or duplicate it"
+        )
+        raise ValueError(msg)
     return channel
 
 

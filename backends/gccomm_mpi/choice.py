@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -21,6 +24,7 @@ ROUNDS, WARM_UP = 5, 2
 class _Trial:
     """The measurements of one class of sizes."""
 
+    names: Sequence[str]
     calls: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # the least of each
     chosen: str | None = None
@@ -29,38 +33,67 @@ class _Trial:
 class Chooser:
     """Tries the algorithms on the calls as they come, one after the other, then keeps to the fastest.
 
-    A size class is a power of two of bytes. Trials go in step on all ranks, since all make the same calls; an
-    algorithm counts by its slowest rank's best time. Sums of words do not depend on what is chosen.
+    A size class is a power of two of bytes of one kind of reduction. Trials go in step on all ranks, since
+    all make the same calls; an algorithm counts by its slowest rank's best time. Sums of words do not depend
+    on what is chosen. ``GCCOMM_VERBOSE=1`` tells each choice.
 
     Parameters
     ----------
-    algorithms : mapping of str to callable
-        ``run(channel, name, send, recv, operator)`` by name.
     fixed : str, optional
-        The one to use.
+        The one to use wherever it can be.
     """
 
-    def __init__(self, algorithms: Mapping[str, Callable[..., None]], fixed: str | None = None) -> None:
-        self.algorithms = algorithms
-        self.trials: dict[int, _Trial] = {}
+    def __init__(self, fixed: str | None = None) -> None:
+        self.trials: dict[tuple[str, int], _Trial] = {}
         self.fixed = fixed
+        self._tells = os.environ.get("GCCOMM_VERBOSE", "0") not in ("", "0")
 
-    def run(self, channel: Any, name: str, send: Any, recv: Any, operator: Any) -> None:
-        """Reduce by the algorithm that is best, or on trial."""
-        trial = self.trials.setdefault(int(recv.nbytes).bit_length(), _Trial())
-        chosen = self.fixed or trial.chosen
-        if chosen is not None:
-            self.algorithms[chosen](channel, name, send, recv, operator)
-            return
-        names = list(self.algorithms)
-        tried, warm = names[trial.calls // ROUNDS], trial.calls % ROUNDS >= WARM_UP
+    def settled(self, kind: str, nbytes: int, names: Sequence[str]) -> str | None:
+        """Return which of the named algorithms reduces so many bytes; None while they are on trial."""
+        if len(names) == 1:
+            return names[0]
+        if self.fixed in names:
+            return self.fixed
+        return self._trial(kind, nbytes, names).chosen
+
+    def _trial(self, kind: str, nbytes: int, names: Sequence[str]) -> _Trial:
+        key = kind, nbytes.bit_length()
+        if key not in self.trials:
+            self.trials[key] = _Trial(tuple(names))
+        return self.trials[key]
+
+    def try_next(self, kind: str, nbytes: int, link: Any, land: Any, moves: Mapping[str, Any]) -> None:
+        """Reduce by the algorithm that is on trial, and settle on one after the last trial.
+
+        ``moves[name](link)`` begins an algorithm, ``land(moves)`` completes it.
+        """
+        trial = self._trial(kind, nbytes, list(moves))
+        name, warm = trial.names[trial.calls // ROUNDS], trial.calls % ROUNDS >= WARM_UP
         trial.calls += 1
         start = perf_counter()
-        self.algorithms[tried](channel, name, send, recv, operator)
+        land(moves[name](link))
         if warm:
-            trial.seconds[tried] = min(perf_counter() - start, trial.seconds.get(tried, float("inf")))
-        if trial.calls == ROUNDS * len(names):
-            slowest = np.array([trial.seconds[x] for x in names])
-            channel.complete(channel.comm.Iallreduce(MPI.IN_PLACE, slowest, MPI.MAX), name)
-            trial.chosen = names[int(slowest.argmin())]
-            trial.seconds = dict(zip(names, slowest.tolist(), strict=True))
+            trial.seconds[name] = min(perf_counter() - start, trial.seconds.get(name, float("inf")))
+        if trial.calls == ROUNDS * len(trial.names):
+            slowest = np.array([trial.seconds[x] for x in trial.names])
+            land(_maximum(link, slowest))
+            trial.chosen = trial.names[int(slowest.argmin())]
+            trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
+            if self._tells and link.comm.rank == 0:
+                with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not break the call
+                    print(f"gccomm: {_line((kind, nbytes.bit_length()), trial)}", file=sys.stderr, flush=True)
+
+    def table(self) -> list[str]:
+        """Return one line for each choice that was made."""
+        return [_line(key, trial) for key, trial in self.trials.items() if trial.chosen is not None]
+
+
+def _line(key: tuple[str, int], trial: _Trial) -> str:
+    kind, bits = key
+    times = ", ".join(f"{name} {1e3 * seconds:.3f}" for name, seconds in trial.seconds.items())
+    return f"{kind} of {1 << bits - 1} to {(1 << bits) - 1} bytes: {trial.chosen} (ms: {times})"
+
+
+def _maximum(link: Any, values: Any) -> Any:
+    request = link.comm.Iallreduce(MPI.IN_PLACE, values, MPI.MAX)
+    yield request.Test

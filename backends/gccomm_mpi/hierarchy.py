@@ -1,35 +1,35 @@
 """Reductions over several hosts: within each host through shared memory, between hosts by one rank of each.
 
 So every byte crosses a host's link once each way, however many ranks the host has. Words come out the same
-as without it.
+as without it (:class:`Hierarchy`). Where hosts add up their ranks' floats before these are compressed
+(`gccomm.hosts`), ranks of a host speak for it by turns: each has a link of its own to its fellows at the same
+place on the other hosts (:class:`Between`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
-from gccomm_mpi.operators import Operator
+from gccomm.backends import FloatName, Words
+from gccomm.operations import check_operation
+from gccomm.steps import Fold
+from gccomm_mpi.exchange import PIECE_BYTES
+from gccomm_mpi.hops import decode_all, fold
+from gccomm_mpi.link import Flight
+from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 
 if TYPE_CHECKING:
+    from gccomm_mpi.channel import Channel
+    from gccomm_mpi.messages import Messages
     from gccomm_mpi.window import Window
 
-__all__ = ["Hierarchy", "Leaders"]
+__all__ = ["Between", "Hierarchy", "Shared"]
 
 Array = npt.NDArray[Any]
-Reduce = Callable[[Any, str, Array, Array, Operator], None]
-
-
-class Leaders:
-    """The first ranks of all hosts, with the waits and the memory of the channel that they belong to."""
-
-    def __init__(self, comm: Any, channel: Any) -> None:
-        self.comm = comm
-        self.complete = channel.complete
-        self.scratch = channel.scratch
-        self.segment_bytes = channel.segment_bytes
 
 
 class Hierarchy:
@@ -39,31 +39,152 @@ class Hierarchy:
     ----------
     window : Window or None
         Of this host's ranks; None where there is only one.
-    leaders : Leaders or None
-        On a host's first rank.
+    column : Messages or None
+        Between the ranks at this one's place on all hosts, where all hosts have one.
+    place : int
+        Of this rank on its host; the first ranks lead.
     chunk_bytes : int
         What is reduced at once: equal on all ranks, at most a slot of any window.
+    go_on : callable
+        Lets reductions on their way go on.
     """
 
-    def __init__(self, window: Window | None, leaders: Leaders | None, chunk_bytes: int) -> None:
-        self.window, self.leaders, self._chunk = window, leaders, chunk_bytes
+    def __init__(
+        self,
+        window: Window | None,
+        column: Messages | None,
+        place: int,
+        chunk_bytes: int,
+        go_on: Callable[[], None],
+    ) -> None:
+        self._go_on = go_on
+        self.window, self.column, self.place, self._chunk = window, column, place, chunk_bytes
 
-    def reduce(self, name: str, send: Array, recv: Array, operator: Operator, between: Reduce) -> None:
-        """Reduce `send` over all ranks into `recv`; `between` does so over the leaders."""
+    @property
+    def leaders(self) -> Messages | None:
+        """Between the hosts' first ranks, on each of these."""
+        return self.column if self.place == 0 else None
+
+    def reduce(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
+        """Reduce `send` over all ranks into `recv`."""
         in_place = send is recv
         send, recv = send.reshape(-1), recv.reshape(-1)
         step = self._chunk // recv.itemsize
         for low in range(0, recv.size, step):
             target = recv[low : low + step]
             source = target if in_place else send[low : low + step]  # MPI must see that they are one
-            self._chunk_of(name, source, target, operator, between)
+            self._chunk_of(name, source, target, operator)
 
-    def _chunk_of(self, name: str, send: Array, recv: Array, operator: Operator, between: Reduce) -> None:
+    def _chunk_of(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
         part = send
         if self.window is not None:
             self.window.collect(name, send, recv, operator.kind)
             part = recv
         if self.leaders is not None:
-            between(self.leaders, name, part, recv, operator)
+            self.leaders.reduce(name, part, recv, operator)
         if self.window is not None:
             self.window.spread(name, recv)
+
+    def gather(self, name: str, send: Array, recv: Array | None, kind: str, place: int) -> None:
+        """Sum floats over the host's ranks, in their order, into `recv` of the one at a place."""
+        send = send.reshape(-1)
+        if self.window is None:
+            assert recv is not None
+            recv.reshape(-1)[...] = send
+            return
+        step = self.window.chunk_bytes // send.itemsize
+        for low in range(0, send.size, step):
+            part = slice(low, low + step)
+            self.window.collect(name, send[part], None if recv is None else recv[part], kind, place)
+            self._go_on()
+
+    def share(self, name: str, data: Array, place: int) -> None:
+        """Overwrite `data` with that of the rank at a place."""
+        if self.window is None:
+            return
+        step = self._chunk // data.itemsize
+        for low in range(0, data.size, step):
+            self.window.spread(name, data[low : low + step], place)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shared:
+    """A reduction between hosts on its way: its flight on a rank that speaks, and where its result goes."""
+
+    name: str
+    flight: Flight | None
+    recv: Array
+    place: int
+
+
+class Between:
+    """Reductions over the hosts of what their ranks at one place hold; every rank gets the results.
+
+    Parameters
+    ----------
+    channel : Channel
+        Of a hierarchy.
+    place : int
+        Who speaks.
+    """
+
+    def __init__(self, channel: Channel, place: int) -> None:
+        assert channel.hierarchy is not None
+        self._channel, self._place = channel, place
+        self._hierarchy = channel.hierarchy
+        self._column = channel.hierarchy.column if channel.hierarchy.place == place else None
+
+    def maximum(self, words: Words, /) -> None:
+        """Replace each word by its maximum over the speakers."""
+        self._reduce("maximum", words, words, MAXIMUM)
+
+    def sum_words(self, words: Words, /) -> None:
+        """Replace each word by its sum over the speakers, mod 2^32."""
+        self._reduce("sum", words, words, SUM)
+
+    def sum_into(self, words: Words, out: Words, /) -> None:
+        """Write the sum of `words` over the speakers to `out`."""
+        self._reduce("sum", words, out, SUM)
+
+    def sum_floats(self, send: Array, recv: Array, dtype: FloatName, /) -> None:
+        """Write the sum of `send` over the speakers to `recv`."""
+        self._reduce(f"{dtype} sum", send, recv, sum_of(dtype))
+
+    def combine_words(self, words: Words, operation: str, seed: int, /) -> None:
+        """Reduce the speakers' words by an operation of gccomm's own, hosts in their order."""
+        check_operation(operation, seed)
+        name = f"reduction `{operation}`"
+        with self._channel.operation(name, words):
+            if self._column is not None:
+                self._column.combine(name, operation, seed, words)
+            self._hierarchy.share(name, words.reshape(-1), self._place)
+
+    def fold_words(self, step: Fold, sent: Words, folded: Words, /) -> None:
+        """Encode and fold over the speakers; decode on all ranks."""
+        with self._channel.operation("fold", (sent, folded)):
+            if self._column is not None:
+                fold(self._channel, self._column.link, "fold", step, sent, folded)
+            self._hierarchy.share("fold", folded, self._place)
+            if self._column is None:
+                assert self._channel.hosts is not None
+                decode_all(step, self._channel.hosts.number, folded)
+
+    def begin(self, kind: str, send: Array, recv: Array, /) -> Shared:
+        """Begin a reduction; see `gccomm.backends.Backend`."""
+        operator = {"maximum": MAXIMUM, "words": SUM}.get(kind) or sum_of(kind)  # type: ignore[arg-type]
+        name = f"{kind} between hosts"
+        flight, column, flat = None, self._column, recv.reshape(-1)
+        with self._channel.operation(name, (send, recv)):
+            if column is not None and flat.size:
+                source = flat if send is recv else send.reshape(-1)
+                if flat.nbytes <= PIECE_BYTES and flat.size <= column.max_count:
+                    flight = column.begin(name, source, flat, operator)
+                else:
+                    column.reduce(name, source, flat, operator)
+        return Shared(name, flight, flat, self._place)
+
+    def _reduce(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
+        with self._channel.operation(name, (send, recv)):
+            if self._column is not None:
+                self._column.reduce(name, send, recv, operator)
+            self._hierarchy.share(name, recv.reshape(-1), self._place)

@@ -21,13 +21,13 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from gccomm.steps import Fold
-from gccomm_mpi.failure import abandon
+from gccomm_mpi.link import Link
 from gccomm_mpi.ring import SEGMENT_BYTES
 
 if TYPE_CHECKING:
     from gccomm_mpi.channel import Channel
 
-__all__ = ["fold"]
+__all__ = ["decode_all", "fold"]
 
 AHEAD = 4  # segments of each share that are sent before the first one is folded
 _PART_TAG, _RESULT_TAG = 4, 5
@@ -44,12 +44,14 @@ class _Segment(NamedTuple):
     folded: Words
 
 
-def fold(channel: Channel, name: str, step: Fold, sent: Words, folded: Words) -> None:
+def fold(channel: Channel, link: Link, name: str, step: Fold, sent: Words, folded: Words) -> None:
     """Encode, fold over the ranks, and decode.
 
     Parameters
     ----------
     channel : Channel
+        Whose waits these are.
+    link : Link
         Of any number of ranks.
     name : str
         The operation, for reports.
@@ -63,26 +65,41 @@ def fold(channel: Channel, name: str, step: Fold, sent: Words, folded: Words) ->
     CollectiveTimeout
         A wait took longer than allowed; all requests and arrays are kept for good.
     """
-    run = _Fold(channel, name, step, sent, folded)
-    try:
-        run.all()
-    except BaseException:
-        abandon(run)
-        raise
+    run = _Fold(channel, link, name, step, sent, folded)
+    with link.memory(np.dtype(np.uint32), run.room_words, run) as room:
+        run.all(room)
+
+
+def decode_all(step: Fold, size: int, folded: Words) -> None:
+    """Decode what ``size`` ranks have folded among them: by their segments, which words are laid out by."""
+    for share in _shares(step, size):
+        for lo, hi in share:
+            at = step.folded(0, lo)
+            step.decode(lo, hi, folded[at : at + step.folded(lo, hi)])
+
+
+def _shares(step: Fold, size: int) -> list[list[tuple[int, int]]]:
+    """Return the segments of each rank's share: first block, end."""
+    blocks = max(1, SEGMENT_BYTES // (4 * step.most))
+    cuts = [step.blocks * r // size for r in range(size + 1)]
+    return [[(x, min(x + blocks, hi)) for x in range(lo, hi, blocks)] for lo, hi in pairwise(cuts)]
 
 
 class _Fold:
     """One reduction on its way."""
 
-    def __init__(self, channel: Channel, name: str, step: Fold, sent: Words, folded: Words) -> None:
+    def __init__(
+        self, channel: Channel, link: Link, name: str, step: Fold, sent: Words, folded: Words
+    ) -> None:
         self.channel, self.name, self.step = channel, name, step
-        comm = channel.comm
+        comm = self.comm = link.comm
         self.rank, self.size = comm.rank, comm.size
         # Each rank begins with another one, so that no link has all at once.
         self.peers = [(self.rank + hop) % self.size for hop in range(1, self.size)]
-        cuts = [step.blocks * r // self.size for r in range(self.size + 1)]
-        self.shares = [list(self._segments(lo, hi, sent, folded)) for lo, hi in pairwise(cuts)]
+        shares = _shares(step, self.size)
+        self.shares = [list(self._segments(share, sent, folded)) for share in shares]
         self.mine = self.shares[self.rank]
+        self.room_words = (self.size - 1) * sum(s.sent.size for s in self.mine)
         self.buffers = sent, folded
         self.parts: list[list[Words]] = []  # of each segment of this rank's share, by rank
         self.coming: list[list[Any]] = []  # the receives of those
@@ -91,18 +108,16 @@ class _Fold:
         self.encoded = self.folded = 0  # segments of each share, and of this rank's own
         self.going: list[Any] = []
 
-    def _segments(self, lo: int, hi: int, sent: Words, folded: Words) -> Iterator[_Segment]:
+    def _segments(self, share: list[tuple[int, int]], sent: Words, folded: Words) -> Iterator[_Segment]:
         step = self.step
-        blocks = max(1, SEGMENT_BYTES // (4 * step.most))
-        for first in range(lo, hi, blocks):
-            end = min(first + blocks, hi)
+        for first, end in share:
             a, b = step.sent(0, first), step.folded(0, first)
             mine = sent[a : a + step.sent(first, end)], folded[b : b + step.folded(first, end)]
             yield _Segment(first, end, *mine)
 
-    def all(self) -> None:
-        """Run it."""
-        self._expect()
+    def all(self, room: Words) -> None:
+        """Run it; ``room`` is for the other ranks' words."""
+        self._expect(room)
         rows = max(map(len, self.shares))
         while self.encoded < rows or not self._complete():
             if self.encoded < rows and (self.encoded < self.folded + AHEAD or self.folded == len(self.mine)):
@@ -114,10 +129,9 @@ class _Fold:
         for request in self.going:
             self.channel.complete(request, self.name)
 
-    def _expect(self) -> None:
+    def _expect(self, room: Words) -> None:
         """Post all receives."""
-        comm, width = self.channel.comm, sum(s.sent.size for s in self.mine)
-        room = self.channel.scratch(np.dtype(np.uint32), (self.size - 1) * width)
+        comm = self.comm
         for segment in self.mine:
             count = segment.sent.size
             parts, room = room[: (self.size - 1) * count], room[(self.size - 1) * count :]
@@ -141,7 +155,7 @@ class _Fold:
                 self._send(segment.sent, rank, _PART_TAG)
 
     def _send(self, words: Words, rank: int, tag: int) -> None:
-        self.going.append(self.channel.comm.Isend((words, MPI.UINT32_T), rank, tag))
+        self.going.append(self.comm.Isend((words, MPI.UINT32_T), rank, tag))
 
     def _something(self) -> bool:
         """Tell whether something has come of what is needed next; one call of MPI for all of it."""

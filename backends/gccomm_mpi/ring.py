@@ -11,21 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
-from gccomm_mpi.failure import abandon
+from gccomm_mpi.link import Link, Moves
 from gccomm_mpi.operators import Operator
-
-if TYPE_CHECKING:
-    from gccomm_mpi.channel import Channel
 
 __all__ = ["SEGMENT_BYTES", "ring"]
 
 SEGMENT_BYTES = 56 << 10  # with its header below Open MPI's 64 KiB
 AHEAD = 24  # receives that are posted
-_TAG = 3
 
 Array = npt.NDArray[Any]
 
@@ -40,43 +36,42 @@ class _Event(NamedTuple):
     sent: int  # number of the send that this memory was last used for, -1: it is not in use
 
 
-def ring(channel: Channel, name: str, send: Array, recv: Array, operator: Operator) -> None:
-    """Reduce `send` over the ranks into `recv`; arguments and errors as of `gccomm_mpi.exchange.exchange`."""
-    run = _Ring(channel, name, send, recv, operator)
-    try:
-        run.all()
-    except BaseException:
-        abandon(run)
-        raise
+def ring(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
+    """Reduce `send` over the ranks into `recv`; arguments as of `gccomm_mpi.exchange.exchange`."""
+    run = _Ring(link, send, recv, operator)
+    with link.memory(recv.dtype, AHEAD * run.step, run) as run.room:
+        yield from run.moves()
 
 
 class _Ring:
     """One all-reduce on its way."""
 
-    def __init__(self, channel: Channel, name: str, send: Array, recv: Array, operator: Operator) -> None:
-        self.channel, self.name, self.operator = channel, name, operator
+    def __init__(self, link: Link, send: Array, recv: Array, operator: Operator) -> None:
+        self.comm, self.tag, self.operator = link.comm, link.next_tag(), operator
         self.send, self.recv = send, recv
-        comm = channel.comm
-        self.rank, self.size = comm.rank, comm.size
+        self.rank, self.size = link.comm.rank, link.comm.size
         self.left, self.right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self.step = SEGMENT_BYTES // recv.itemsize
         self.cuts = [recv.size * r // self.size // 32 * 32 for r in range(self.size)] + [recv.size]
         self.segments = max(-(-(b - a) // self.step) for a, b in pairwise(self.cuts))
-        self.room = channel.scratch(recv.dtype, AHEAD * self.step)
+        self.room = recv[:0]
         self.coming: list[Any] = []
         self.going: list[Any] = []  # by event, the ones of this rank's own share first
 
-    def all(self) -> None:
+    def moves(self) -> Moves:
         """Run it."""
         events = list(self._events())
-        self._expect(events, AHEAD)
+        yield from self._expect(events, AHEAD)
         for segment in range(self.segments):
             self._hand_on(self._part(self.send, self.rank, segment))
         for k, event in enumerate(events):
-            self._expect(events, k + AHEAD)
+            yield from self._expect(events, k + AHEAD)
+            if self.coming[k] is not None:
+                yield self.coming[k].Test
             self._take(k, event)
         for request in self.going:
-            self._complete(request)
+            if request is not None:
+                yield request.Test
 
     def _events(self) -> Iterator[_Event]:
         """Yield what comes from the left, in order; it is the same number of segments in each round."""
@@ -90,31 +85,30 @@ class _Ring:
                 yield _Event(share, segment, adds, round_ < 2 * (n - 1) - 1, sent)
 
     def _part(self, array: Array, share: int, segment: int) -> Array:
-        low = self.cuts[share] + segment * self.step
-        return array[low : max(low, min(low + self.step, self.cuts[share + 1]))]
+        low, end = self.cuts[share] + segment * self.step, self.cuts[share + 1]
+        return array[min(low, end) : min(low + self.step, end)]
 
-    def _expect(self, events: list[_Event], end: int) -> None:
+    def _expect(self, events: list[_Event], end: int) -> Moves:
         """Post the receives of the events before `end`, as far as what their memory held is sent."""
         for k in range(len(self.coming), min(end, len(events))):
-            if events[k].sent >= len(self.going):
+            event = events[k]
+            if event.sent >= len(self.going):
                 return
-            self._post(k, events[k])
+            # What was sent from there has left, or it could not come back; MPI must know.
+            sent = None if event.adds else self.going[event.sent]
+            if sent is not None:
+                yield sent.Test
+            self._post(k, event)
 
     def _post(self, k: int, event: _Event) -> None:
         target = self._part(self.recv, event.share, event.segment)
         if event.adds:
             target = self.room[k % AHEAD * self.step :][: target.size]
-        else:  # what was sent from there has left, or it could not come back; MPI must know
-            self._complete(self.going[event.sent])
-        request = (
-            self.channel.comm.Irecv((target, self.operator.datatype), self.left, _TAG)
-            if target.size
-            else None
-        )
+        datatype = self.operator.datatype
+        request = self.comm.Irecv((target, datatype), self.left, self.tag) if target.size else None
         self.coming.append(request)
 
     def _take(self, k: int, event: _Event) -> None:
-        self._complete(self.coming[k])
         target = self._part(self.recv, event.share, event.segment)
         if event.adds and target.size:
             own = self._part(self.send, event.share, event.segment)
@@ -123,9 +117,6 @@ class _Ring:
             self._hand_on(target)
 
     def _hand_on(self, part: Array) -> None:
-        comm = self.channel.comm
-        self.going.append(comm.Isend((part, self.operator.datatype), self.right, _TAG) if part.size else None)
-
-    def _complete(self, request: Any) -> None:
-        if request is not None:
-            self.channel.complete(request, self.name)
+        datatype = self.operator.datatype
+        request = self.comm.Isend((part, datatype), self.right, self.tag) if part.size else None
+        self.going.append(request)

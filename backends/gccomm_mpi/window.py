@@ -184,20 +184,27 @@ class Window:
             self._join(message.turn, message.recv, message.kind, message.streams)
         self._done(message.number)
 
-    def collect(self, name: str, send: Array, recv: Array, kind: str) -> None:
-        """Reduce `send`, of at most a slot, over the ranks into `recv` on the first rank alone."""
+    @property
+    def chunk_bytes(self) -> int:
+        """What goes through a slot at once where there is more than fits."""
+        return min(CHUNK_BYTES, self.slot_bytes)
+
+    def collect(self, name: str, send: Array, recv: Array | None, kind: str, root: int = 0) -> None:
+        """Reduce `send`, of at most a slot, over the ranks into `recv` on the rank `root` alone; the others
+        do not wait for it.
+        """
         turn = self._offer(name, send)
-        self._come(_POSTED, self._number, name)
-        if self._rank == 0:
+        if self._rank == root and recv is not None:
+            self._come(_POSTED, self._number, name)
             self._join(turn, recv, JOININGS[kind])
         self._done(self._number)
 
-    def spread(self, name: str, data: Array) -> None:
-        """Overwrite `data`, of at most a slot, with that of the first rank."""
-        turn = self._offer(name, data if self._rank == 0 else data[:0])
-        self._come(_POSTED, self._number, name)
-        if self._rank != 0:
-            data[...] = self._slots[turn][0][: data.nbytes].view(data.dtype)
+    def spread(self, name: str, data: Array, root: int = 0) -> None:
+        """Overwrite `data`, of at most a slot, with that of the rank `root`."""
+        turn = self._offer(name, data if self._rank == root else data[:0])
+        if self._rank != root:
+            self._come(_POSTED, self._number, name)
+            data[...] = self._slots[turn][root][: data.nbytes].view(data.dtype)
         self._done(self._number)
 
     @property

@@ -48,7 +48,7 @@ class _Floats(Codec):
             lambda lo, hi, out: x.encode_floats(lo, hi, out, wire),
             lambda lo, hi, buffer: x.decode_floats(lo, hi, buffer, wire, ctx),
             direct,
-            (lambda: _divide(direct[1], ctx.size)) if direct is not None and x.mean else None,
+            (lambda: _divide(direct[1], ctx.divisor)) if direct is not None and x.mean else None,
         )
 
 

@@ -83,16 +83,16 @@ class GlobalQSGD(QSGDMaxNorm):
         if self.operation is None:
             yield lane_sum(x, scales, self.wire_bits, ctx)
             return
-        run = _Exponents(x, scales[x.bounds[:-1]], ctx.size)
+        run = _Exponents(x, scales[x.bounds[:-1]], ctx)
         yield OpSum(self.operation, run.seed(), run.words, run.encode, run.decode)
 
 
 class _Exponents:
     """An operand's tensors as bytes, four a word, each tensor from a word on."""
 
-    def __init__(self, x: Operand, scales: Words, size: int) -> None:
-        self.x, self.size = x, size
-        self.room = 2.0 ** (_HEADROOM + (size - 1).bit_length())  # R
+    def __init__(self, x: Operand, scales: Words, ctx: Context) -> None:
+        self.x, self.inputs = x, ctx.divisor
+        self.room = 2.0 ** (_HEADROOM + (ctx.size - 1).bit_length())  # R
         self.sizes = np.add.reduceat(x.lengths, x.bounds[:-1])
         self.starts = np.cumsum([0, *-(-self.sizes // 4)])
         self.words = int(self.starts[-1])
@@ -137,7 +137,7 @@ class _Exponents:
 
     def decode(self, words: Words) -> None:
         """Write results."""
-        times = self.room / self.size if self.x.mean else self.room
+        times = self.room / self.inputs if self.x.mean else self.room
         for i, at in self._places():
             count = int(self.sizes[i])
             if self.lost[i]:

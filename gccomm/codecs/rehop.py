@@ -115,7 +115,7 @@ class _Run:
         """Write lanes and scales."""
         x, end = self.x, self.x.size(lo, hi)
         kernels.hop_encode(
-            x.address, x.count, lo, hi, kernels.address(out[end:]), kernels.address(out),
+            x.source, x.count, lo, hi, kernels.address(out[end:]), kernels.address(out),
             int(x.offsets[lo]), self.width, self.limit, self.ctx.shift, self.rotations,
         )  # fmt: skip
 
@@ -138,7 +138,7 @@ class _Run:
         self.scales[lo:hi] = folded[x.size(lo, hi) :]
         kernels.decode(
             result.address, result.count, lo, hi, kernels.address(self.scales), kernels.address(folded),
-            int(x.offsets[lo]), self.width, 1, self.ctx.size, True, x.mean, self.ctx.stream,
+            int(x.offsets[lo]), self.width, 1, self.ctx.divisor, True, x.mean, self.ctx.stream,
             ratios=kernels.address(self.ratios), rotations=self.rotations, dithers=1,
         )  # fmt: skip
         if x.feedback:

@@ -55,6 +55,7 @@ class Widening:
         self.source = copy(x)
         self.source.table, self.source.rotated = x.table.copy(), None
         self.source.address = kernels.address(self.source.table)
+        self.source.read_from(self.source.table if x.inputs is x.table else x.inputs.copy())
         self.source._place(-(-x.codec.carried(x.lengths) // lanes(self.narrow)))
         # Lanes of blocks that are rotated hold them padded.
         self.padded = bool((x.codec.carried(x.lengths) != x.lengths).any())

@@ -126,7 +126,7 @@ def test_every_root_can_broadcast(backend: Any, world: Any) -> None:
 
 
 def test_large_arrays_are_cut(backend: Any, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "max_count", 1000)
+    monkeypatch.setattr(backend._channel.messages, "max_count", 1000)
     words = words_of(world.rank, 2501).reshape(41, 61)
     backend.sum_words(words)
     expected = every(world, 2501).astype(np.uint64).sum(axis=0) % 2**32
@@ -306,8 +306,9 @@ def test_mpi_errors_carry_class_and_text(world: Any, monkeypatch: pytest.MonkeyP
         raise MPI.Exception(MPI.ERR_COUNT)
 
     handle._channel.window = None
-    real = handle._channel.comm
-    handle._channel.comm = SimpleNamespace(Iallreduce=refuse, rank=real.rank, size=real.size)
+    link = handle._channel.messages.link
+    real = link.comm
+    link.comm = SimpleNamespace(Iallreduce=refuse, rank=real.rank, size=real.size)
     with pytest.raises(BackendError, match=rf"MPI failed in sum: .*\(class {MPI.ERR_COUNT}\)"):
         handle.sum_words(np.ones(1, np.uint32))
     with pytest.raises(BackendError, match="this communicator is broken: MPI failed in sum"):

@@ -106,3 +106,110 @@ def test_splits_and_closing(parent: Any, world: Any) -> None:
         with gccomm.init(comm=mine) as comm, comm.split(0, key=-comm.rank) as part:
             assert (part.allreduce(np.ones(100_000)) == world.size).all()
         mine.Free()
+
+
+def hosts_of(parent: Any, world: Any) -> list[int]:
+    made = gccomm_mpi.channel._duplicate(parent)
+    hosts = [made._host_of(rank) for rank in range(world.size)]
+    made.Free()
+    return hosts
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "uniform",
+        "rotated:wire_bits=4,headroom=checked",
+        "uniform:scales=predicted",
+        "thc:saturate=True",
+        "rehop",
+        "bf16",
+        "powersgd",
+    ],
+)
+def test_sums_of_hosts_are_those_of_the_simulation(parent: Any, world: Any, codec: str) -> None:
+    """To the bit, with feedback, integers, small arrays and pieces of several messages."""
+    hosts = hosts_of(parent, world)
+    if len(set(hosts)) in (1, world.size):
+        pytest.skip("no host has several ranks")
+
+    def tree(rank: int, step: int) -> dict[str, Any]:
+        rng = np.random.default_rng((rank, step))
+        return {
+            "a": rng.standard_normal((1200, 1024)).astype(np.float32),
+            "b": np.arange(5000) * (rank + 1),
+            "c": rng.standard_normal(50),
+            "d": rng.standard_normal(3000).astype(np.float16),
+        }
+
+    simulated = gccomm.testing.simulate_steps(
+        lambda step: [tree(rank, step) for rank in range(world.size)],
+        codec, steps=3, hosts=hosts, error_feedback=True,
+    )  # fmt: skip
+    mine = parent.Dup()
+    with gccomm.init(comm=mine, hierarchical=True) as comm:
+        assert comm._backend.hosts.number == len(set(hosts))
+        reducer = gccomm.Reducer(codec, comm=comm, op="sum", error_feedback=True)
+        for step, _, expected, _ in simulated:
+            found = reducer(tree(comm.rank, step))
+            for key, value in expected[comm.rank].items():
+                assert found[key].tobytes() == value.tobytes(), (step, key)
+        assert reducer.stats.host_bytes > 0
+    mine.Free()
+
+
+def test_errors_over_hosts(parent: Any, world: Any) -> None:
+    """Every rank raises the same, and the next call works."""
+    mine = parent.Dup()
+    with gccomm.init(comm=mine, hierarchical=True) as comm:
+        with pytest.raises(gccomm.MismatchError) as caught:
+            comm.compressed_allreduce(np.ones(5000 + (comm.rank == comm.size - 1), np.float32))
+        assert len(set(world.allgather(str(caught.value)))) == 1
+        x = np.ones(5000, np.float32)
+        x[77] = np.nan if comm.rank == 1 else 1
+        with pytest.raises(gccomm.NonFiniteError, match="rank 1: input holds inf or NaN"):
+            comm.compressed_allreduce(x, nonfinite="raise")
+        found = comm.compressed_allreduce(x)
+        assert np.isnan(found[:1024]).all()
+        np.testing.assert_allclose(found[1024:], comm.size, rtol=0.1)
+        with comm.split(0, key=comm.rank) as part:
+            assert part._backend._channel.hierarchical is True
+            np.testing.assert_allclose(
+                part.compressed_allreduce(np.ones(5000, np.float32)), comm.size, rtol=0.1
+            )
+        if comm._backend.hosts is not None:
+            with pytest.raises(ValueError, match="in use with hierarchical=True, not False"):
+                gccomm.init(comm=mine, hierarchical=False)
+    mine.Free()
+
+
+def test_settings_of_hosts(parent: Any, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = len(set(hosts_of(parent, world))) < world.size
+    for variable, argument, words, floats in (
+        ("", None, several, False),
+        ("", False, False, False),
+        ("floats", False, several, several),
+        ("0", True, False, False),
+        ("words", True, several, False),
+    ):
+        monkeypatch.setenv("GCCOMM_HIERARCHY", variable)
+        mine = parent.Dup()
+        with gccomm.init(comm=mine, hierarchical=argument) as comm:
+            channel = comm._backend._channel
+            assert (channel.hierarchy is not None, channel.hosts is not None) == (words, floats)
+            np.testing.assert_allclose(
+                comm.compressed_allreduce(np.ones(5000, np.float32)), comm.size, rtol=0.1
+            )
+        mine.Free()
+    monkeypatch.delenv("GCCOMM_HIERARCHY")
+    with pytest.raises(
+        ValueError, match="`hierarchical` must be equal on all ranks; it is True on rank 0"
+    ) as e:
+        gccomm_mpi.connect(parent, hierarchical=True if world.rank == 0 else None)
+    assert len(set(world.allgather(str(e.value)))) == 1
+    monkeypatch.setenv("GCCOMM_WINDOW", "0")
+    if several:
+        with pytest.raises(
+            gccomm.BackendError, match="need memory that ranks of a host share: GCCOMM_WINDOW=0"
+        ):
+            gccomm_mpi.connect(parent, hierarchical=True)

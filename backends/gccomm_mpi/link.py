@@ -1,0 +1,90 @@
+"""What reductions go over: a communicator of MPI, with the memory and the waits of those on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gccomm_mpi.failure import abandon
+
+__all__ = ["Flight", "Link", "Moves", "Test"]
+
+Array: TypeAlias = npt.NDArray[Any]
+Test: TypeAlias = Callable[[], Any]
+# What an algorithm is: it yields the test of what it waits for, and is resumed when that has come true.
+Moves: TypeAlias = Iterator[Test]
+
+FIRST_TAG, TAGS = 16, 1 << 12  # every reduction has one of its own, in turns
+KEPT = 8  # arrays of memory between two reductions
+
+
+class Link:
+    """A communicator that reductions go over, several at a time.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    segment_bytes : int
+        Most bytes of a message.
+    """
+
+    def __init__(self, comm: Any, segment_bytes: int) -> None:
+        self.comm, self.segment_bytes = comm, segment_bytes
+        self._tags = 0
+        self._free: list[npt.NDArray[np.uint8]] = []
+
+    def next_tag(self) -> int:
+        """Return the tag of a reduction: the same on all ranks, since all begin the same ones in order."""
+        self._tags = (self._tags + 1) % TAGS
+        return FIRST_TAG + self._tags
+
+    @contextmanager
+    def memory(self, dtype: np.dtype[Any], length: int, *held: Any) -> Iterator[Array]:
+        """Give memory that is kept from call to call, so that a steady loop touches no fresh page.
+
+        A reduction that ends by an exception leaves it, and what else is ``held``, to MPI for good.
+        """
+        nbytes = length * dtype.itemsize
+        fits = [array for array in self._free if array.size >= nbytes]
+        room = min(fits, key=len) if fits else np.empty(nbytes, np.uint8)
+        self._free = [array for array in self._free if array is not room]
+        try:
+            yield room[:nbytes].view(dtype)
+        except BaseException:
+            abandon((room, held))
+            raise
+        self._free = [room, *self._free][:KEPT]
+
+
+class Flight:
+    """A reduction on its way.
+
+    Parameters
+    ----------
+    name : str
+        The operation, for reports.
+    moves : iterator of callables
+        The algorithm.
+    buffers : object
+        What MPI may read and write meanwhile.
+    """
+
+    def __init__(self, name: str, moves: Moves, buffers: Any) -> None:
+        self.name, self.buffers = name, buffers
+        self._moves = moves
+        self._test: Test | None = None
+        self.landed = False
+
+    def go_on(self) -> bool:
+        """Go as far as is possible without waiting; return whether it is complete."""
+        while not self.landed:
+            if self._test is not None and not self._test():
+                return False
+            self._test = next(self._moves, None)
+            self.landed = self._test is None
+        return True

@@ -1,0 +1,132 @@
+"""Reductions by messages over a link: by which algorithm, in which pieces, begun or completed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+
+from gccomm.operations import add_pair, reduce_parts
+from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange, exchange_in_order
+from gccomm_mpi.halving import Where, doubling, halving, halving_in_order
+from gccomm_mpi.link import Flight, Link, Moves
+from gccomm_mpi.operators import Operator
+from gccomm_mpi.ring import ring
+
+if TYPE_CHECKING:
+    from gccomm_mpi.channel import Channel
+
+__all__ = ["ALGORITHMS", "MAX_COUNT", "Messages", "pieces"]
+
+Array = npt.NDArray[Any]
+
+# Elements per MPI call: counts and byte counts stay far from 2^31 in every library.
+MAX_COUNT = 1 << 28
+
+ALGORITHMS = {"ring": ring, "direct": exchange, "halving": halving, "mpi": by_mpi}
+_SMALL = {"halving": doubling, "mpi": by_mpi}
+
+
+class Messages:
+    """Reductions over the ranks of a link.
+
+    Parameters
+    ----------
+    channel : Channel
+        Whose waits and choices these are.
+    link : Link
+        What they go over.
+    """
+
+    def __init__(self, channel: Channel, link: Link) -> None:
+        self.channel, self.link = channel, link
+        self.size: int = link.comm.size
+        self.max_count = MAX_COUNT  # elements per call of MPI's; equal on all ranks
+
+    def reduce(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
+        """Reduce `send` over the ranks into `recv`, of any size."""
+        if self.size == 1:
+            if send is not recv:
+                recv[...] = send
+            return
+        count = PIECE_BYTES // recv.itemsize if self._large(recv) else self.max_count
+        for source, target in pieces(send, recv, min(self.max_count, count)):
+            flight = self.begin(name, source, target, operator)
+            if flight is not None:
+                self.channel.land(flight)
+
+    def begin(self, name: str, send: Array, recv: Array, operator: Operator) -> Flight | None:
+        """Begin to reduce at most `PIECE_BYTES`; None: it is complete, while algorithms are on trial."""
+        large = self._large(recv)
+        kind, table = ("large sums", ALGORITHMS) if large else ("small sums", self._small())
+        moves: dict[str, Callable[[Link], Moves]]
+        moves = {known: partial(_apply, run, send, recv, operator) for known, run in table.items()}
+        return self._begin(name, kind, recv, moves)
+
+    def combine(self, name: str, operation: str, seed: int, words: Array) -> None:
+        """Reduce words over the ranks by an operation of gccomm's own, in place."""
+        if self.size == 1:
+            return
+        count = min(self.max_count, PIECE_BYTES // words.itemsize)
+        for place, (piece, _) in enumerate(pieces(words, words, count)):
+            first, size = place * count, self.size
+            moves: dict[str, Callable[[Link], Moves]] = {
+                "direct": partial(_in_order, piece, first, partial(reduce_parts, operation, seed))
+            }
+            if size > 2 and size & size - 1 == 0:
+
+                def add(own: Array, other: Array, out: Array, at: Where, first: int = first) -> None:
+                    parts = (own, other) if at.lower else (other, own)
+                    number = self.size, at.round, at.pair
+                    add_pair(operation, seed, parts, first + at.start, out, number)
+
+                moves["halving"] = partial(_halved, piece, add)
+            flight = self._begin(name, f"reductions `{operation}`", piece, moves)
+            if flight is not None:
+                self.channel.land(flight)
+
+    def _begin(
+        self, name: str, kind: str, recv: Array, moves: dict[str, Callable[[Link], Moves]]
+    ) -> Flight | None:
+        chooser, channel = self.channel.chooser, self.channel
+        chosen = chooser.settled(kind, recv.nbytes, list(moves))
+        if chosen is not None:
+            return channel.launch(name, moves[chosen](self.link), (moves, recv))
+
+        def land(begun: Moves) -> None:
+            channel.land(channel.launch(name, begun, (moves, recv)))
+
+        chooser.try_next(kind, recv.nbytes, self.link, land, moves)
+        return None
+
+    def _large(self, recv: Array) -> bool:
+        return bool(recv.nbytes >= self.size * SHARE_BYTES)
+
+    def _small(self) -> dict[str, Callable[..., Moves]]:
+        return {"mpi": by_mpi} if self.channel.one_host else _SMALL
+
+
+def _apply(run: Callable[..., Moves], send: Array, recv: Array, operator: Operator, link: Link) -> Moves:
+    return run(link, send, recv, operator)
+
+
+def _in_order(words: Array, first: int, fold: Any, link: Link) -> Moves:
+    return exchange_in_order(link, words, first, fold)
+
+
+def _halved(words: Array, add: Any, link: Link) -> Moves:
+    return halving_in_order(link, words, add)
+
+
+def pieces(send: Array, recv: Array, count: int) -> Iterator[tuple[Array, Array]]:
+    """Cut two arrays of one size into flat pieces of at most `count` elements; one array is cut once."""
+    if 0 < recv.size <= count and recv.ndim == 1:
+        yield send, recv
+        return
+    flat_recv = recv.reshape(-1)
+    flat_send = flat_recv if send is recv else send.reshape(-1)
+    for low in range(0, recv.size, count):
+        target = flat_recv[low : low + count]
+        yield (target if send is recv else flat_send[low : low + count]), target
