@@ -42,6 +42,8 @@ SETTINGS = {
     "rotated": "rotated:wire_bits=8",
     "rotated 4": "rotated:wire_bits=4",
     "rotated 4 clipped": "rotated:wire_bits=4,headroom=clipped",
+    "rehop": "rehop:wire_bits=5",
+    "rehop 4": "rehop:wire_bits=4",
     "qsgd-mn": "qsgd-mn:wire_bits=8",
     "qsgd-mn-ts": "qsgd-mn-ts:wire_bits=8",
     "grandk-mn": "grandk-mn:wire_bits=8",
