@@ -120,9 +120,14 @@ class LeafSpec:
         device = "" if self.device == "cpu" else f" on {self.device}"
         return f"{self.key!r}: {kind}[{extent}]{device}, {op}, {self.route!r}{feedback}"
 
-    def weight(self, lane_sums: bool) -> float:
-        """Return the words of a piece that a coordinate counts for."""
-        return 1 / 64 if lane_sums and self.route.sums_lanes else self.route.weight(self.item_bytes)
+    def load(self, lane_sums: bool) -> tuple[float, int]:
+        """Return the words and the bytes of a piece that a coordinate counts for.
+
+        Where the back end sums lanes chunk by chunk, pieces need not fit into the caches.
+        """
+        if lane_sums and self.route.sums_lanes:
+            return 1 / 64, 0
+        return self.route.weight(self.item_bytes), self.item_bytes
 
     @property
     def item_bytes(self) -> int:
@@ -158,7 +163,8 @@ def cut(
     bucket_bytes : int
         Most bytes of input that are fused into one piece.
     lane_sums : bool
-        The back end sums lanes chunk by chunk: only the bytes count of what codecs have it sum so.
+        The back end sums lanes chunk by chunk: what codecs have it sum so may be in pieces of 64 times as
+        many coordinates, however many bytes those are.
     leaves : sequence of int, optional
         Only these.
     """
@@ -168,9 +174,8 @@ def cut(
     room_bytes = bucket_bytes
     for leaf in range(len(specs)) if leaves is None else leaves:
         spec = specs[leaf]
-        weight = spec.weight(lane_sums)
-        whole = piece_coordinates, bucket_bytes
-        for start, count, full in _ranges(spec, weight, piece, (room, room_bytes), whole):
+        load, whole = spec.load(lane_sums), (piece_coordinates, bucket_bytes)
+        for start, count, full in _ranges(spec, load, piece, (room, room_bytes), whole):
             if full:
                 pieces.append(piece)
                 piece = []
@@ -178,8 +183,8 @@ def cut(
             geometry = Geometry.of(spec.row_shape)
             taken = geometry.offset(start + count) - geometry.offset(start)
             piece.append(Range(leaf, start, count))
-            room -= taken * weight
-            room_bytes -= taken * spec.item_bytes
+            room -= taken * load[0]
+            room_bytes -= taken * load[1]
     if piece:
         pieces.append(piece)
     return pieces
@@ -187,21 +192,22 @@ def cut(
 
 def _ranges(
     spec: LeafSpec,
-    weight: float,
+    load: tuple[float, int],
     piece: list[Range],
     room: tuple[float, int],
     whole: tuple[float, int],
 ) -> Iterator[tuple[int, int, bool]]:
     """Yield (first block, blocks, begins a new piece) for one leaf; ``room`` is what is left in ``piece``."""
-    geometry = Geometry.of(spec.row_shape)
+    geometry, (weight, item_bytes) = Geometry.of(spec.row_shape), load
     if spec.route.unit == "tensor":
         if geometry.blocks:
-            fits = geometry.size * weight <= room[0] and geometry.size * spec.item_bytes <= room[1]
+            fits = geometry.size * weight <= room[0] and geometry.size * item_bytes <= room[1]
             yield 0, geometry.blocks, bool(piece) and not fits
         return
 
     def fit(start: int, room: tuple[float, int]) -> int:
-        count = geometry.fit(start, max(0, int(min(room[0] // weight, room[1] // spec.item_bytes))))
+        most = room[0] // weight if item_bytes == 0 else min(room[0] // weight, room[1] // item_bytes)
+        count = geometry.fit(start, max(0, int(most)))
         end = start + count
         aligned = end // SPAN * SPAN
         return aligned - start if end < geometry.blocks and aligned > start else count

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["lane_sum_of", "takes_lane_sums"]
 
-CHUNK_BLOCKS = 64  # rotated blocks of two chunks are half of a usual second-level cache
+CHUNK_BLOCKS = 128  # rotated blocks of two chunks are as much as a usual second-level cache
 
 
 def takes_lane_sums(x: Operand, ctx: Context) -> bool:

@@ -239,24 +239,6 @@ class Decoder {
     Doubles wide_;
 };
 
-// Inputs of blocks that are read next: what is fetched while results are written costs less than both do.
-class Ahead {
- public:
-    explicit Ahead(const Batch& batch) : blocks_(batch, {}), left_(batch.hi - batch.lo) {}
-
-    void fetch() {
-        if (left_-- <= 0 || !blocks_.next()) return;
-        const Block& b = blocks_.block;
-        const auto* x = static_cast<const u8*>(block_address(b.segment->src, b));
-        const int bytes = b.length * size_of(b.segment->dtype);
-        for (int i = 0; x != nullptr && i < bytes; i += kLineBytes) prefetch(x + i);
-    }
-
- private:
-    Cursor<NoWords> blocks_;
-    i64 left_;
-};
-
 // The words of a block, of all ranks.
 class WordSum {
  public:
@@ -289,9 +271,7 @@ inline void decode(const Batch& batch, const DecodeArgs& args) {
     const FloatEnvironment environment;
     Decoder decoder(args);
     WordSum sum;
-    Ahead ahead({batch.table, batch.segments, args.ahead_lo, args.ahead_hi});
     for (Cursor<LaneWords> c(batch, LaneWords(args.width, args.rotations != 0)); c.next();) {
-        ahead.fetch();
         const i64 place = c.index - batch.lo;
         u32* check = args.check == nullptr ? nullptr : args.check + 2 * place;
         u32* energy = args.energy == nullptr ? nullptr : args.energy + place;

@@ -240,11 +240,6 @@ class LaneExchange {
         args.mean = job_.mean;
         args.stream = job_.stream;
         args.rotations = job_.rotations;
-        if (job_.rotations == 0) {  // rotations leave memory time enough by themselves
-            const Index next = job_.agree ? k + 3 : k + 2;  // the chunk that is read after this event
-            args.ahead_lo = first(next);
-            args.ahead_hi = first(next + 1);
-        }
         kernels().decode(batch(k), args);
         messages_.finish();
         at_.decode_s += since(start);

@@ -103,8 +103,6 @@ void decode(Address table, Index segments, Index lo, Index hi, Address scales, A
                                                       offset,
                                                       dithers == 0 ? n : dithers,
                                                       nullptr,
-                                                      0,
-                                                      0,
                                                       0});
 }
 

@@ -85,7 +85,6 @@ struct DecodeArgs {
     std::int64_t dithers;        // whose sum is taken off: n, or 1 where sums were rounded again
     const std::uint64_t* parts;  // addresses of the ranks' words, which are then added up here, or null
     std::int64_t ranks;
-    std::int64_t ahead_lo, ahead_hi;  // blocks whose input is needed soon: fetched meanwhile
 };
 
 // Blocks rounded against their own scales.
