@@ -43,6 +43,7 @@ try:
         reduce_op,
         saturating_add,
         set_isa,
+        threads,
         widen_lanes,
     )
 except ImportError as error:
@@ -91,6 +92,7 @@ __all__ = [
     "reduce_op",
     "saturating_add",
     "set_isa",
+    "threads",
     "widen_lanes",
 ]
 

@@ -346,6 +346,9 @@ def exchange_lanes(exchange: int, job: int) -> bool:
         A tag was wrong.
     """
 
+def threads() -> int:
+    """Return how many threads share the blocks of `maxima`, `encode` and `decode`: GCCOMM_NUM_THREADS."""
+
 def raise_flag(flag: int, number: int) -> None:
     """Write `number` to the uint32 at `flag`, after all that this thread has written before."""
 

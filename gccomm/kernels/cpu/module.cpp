@@ -4,12 +4,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
 
 #include "exchange.h"
 #include "pool.h"
+#include "workers.h"
 
 namespace nb = nanobind;
 
@@ -50,9 +52,18 @@ bool maxima(Address table, Index segments, Index lo, Index hi, Address out, Addr
             Address kept) {
     check_rotations(rotations);
     require(kept == 0 || rotations != 0, "only rotated blocks are kept");
-    return kernels().maxima(
-        batch(table, segments, lo, hi),
-        {pointer<std::uint32_t>(out), pointer<std::uint32_t>(energy), rotations, pointer<float>(kept)});
+    const Batch all = batch(table, segments, lo, hi);
+    const MaximaArgs args{pointer<std::uint32_t>(out), pointer<std::uint32_t>(energy), rotations,
+                          pointer<float>(kept)};
+    if (kept != 0) return kernels().maxima(all, args);  // blocks are kept one behind the other
+    std::atomic<bool> normal{true};
+    share_blocks(lo, hi, [&](Index from, Index to) {
+        MaximaArgs mine = args;
+        mine.out += from - lo;
+        if (mine.energy != nullptr) mine.energy += from - lo;
+        if (!kernels().maxima({all.table, all.segments, from, to}, mine)) normal = false;
+    });
+    return normal;
 }
 
 void encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
@@ -66,19 +77,26 @@ void encode(Address table, Index segments, Index lo, Index hi, Address scales, A
         grid == 0 || (*pointer<const std::int32_t>(grid) >= 1 && *pointer<const std::int32_t>(grid) <= 1023),
         "a grid has 1 to 1023 steps");
     require(clamp >= 0 && clamp <= 2147418112, "clamp outside 1 ... 32767 * 65536");
-    kernels().encode(batch(table, segments, lo, hi), {pointer<const std::uint32_t>(scales),
-                                                      {pointer<std::uint32_t>(words), word_base},
-                                                      width,
-                                                      limit,
-                                                      shift,
-                                                      pointer<std::uint32_t>(check),
-                                                      clamp,
-                                                      pointer<const float>(ratios),
-                                                      rotations,
-                                                      pointer<std::uint32_t>(maxima),
-                                                      subtract,
-                                                      pointer<const std::int32_t>(grid),
-                                                      pointer<const float>(gains)});
+    const Batch all = batch(table, segments, lo, hi);
+    const EncodeArgs args{pointer<const std::uint32_t>(scales),
+                          {pointer<std::uint32_t>(words), word_base},
+                          width,
+                          limit,
+                          shift,
+                          pointer<std::uint32_t>(check),
+                          clamp,
+                          pointer<const float>(ratios),
+                          rotations,
+                          pointer<std::uint32_t>(maxima),
+                          subtract,
+                          pointer<const std::int32_t>(grid),
+                          pointer<const float>(gains)};
+    share_blocks(lo, hi, [&](Index from, Index to) {
+        EncodeArgs mine = args;
+        if (mine.check != nullptr) mine.check += 2 * (from - lo);
+        if (mine.maxima != nullptr) mine.maxima += from - lo;
+        kernels().encode({all.table, all.segments, from, to}, mine);
+    });
 }
 
 void decode(Address table, Index segments, Index lo, Index hi, Address scales, Address words, Index word_base,
@@ -88,22 +106,29 @@ void decode(Address table, Index segments, Index lo, Index hi, Address scales, A
     check_rotations(rotations);
     require_ranks(n);
     require(dithers >= 0 && dithers <= n, "dithers outside 0 ... n");
-    kernels().decode(batch(table, segments, lo, hi), {pointer<const std::uint32_t>(scales),
-                                                      {pointer<std::uint32_t>(words), word_base},
-                                                      width,
-                                                      limit,
-                                                      n,
-                                                      subtract,
-                                                      mean,
-                                                      stream,
-                                                      pointer<std::uint32_t>(check),
-                                                      pointer<std::uint32_t>(energy),
-                                                      pointer<const float>(ratios),
-                                                      rotations,
-                                                      offset,
-                                                      dithers == 0 ? n : dithers,
-                                                      nullptr,
-                                                      0});
+    const Batch all = batch(table, segments, lo, hi);
+    const DecodeArgs args{pointer<const std::uint32_t>(scales),
+                          {pointer<std::uint32_t>(words), word_base},
+                          width,
+                          limit,
+                          n,
+                          subtract,
+                          mean,
+                          stream,
+                          pointer<std::uint32_t>(check),
+                          pointer<std::uint32_t>(energy),
+                          pointer<const float>(ratios),
+                          rotations,
+                          offset,
+                          dithers == 0 ? n : dithers,
+                          nullptr,
+                          0};
+    share_blocks(lo, hi, [&](Index from, Index to) {
+        DecodeArgs mine = args;
+        if (mine.check != nullptr) mine.check += 2 * (from - lo);
+        if (mine.energy != nullptr) mine.energy += from - lo;
+        kernels().decode({all.table, all.segments, from, to}, mine);
+    });
 }
 
 void hop_encode(Address table, Index segments, Index lo, Index hi, Address scales, Address words,
@@ -322,6 +347,8 @@ Address address(nb::handle array) {
 void choose_from_environment() {
     const char* name = std::getenv("GCCOMM_ISA");
     if (name != nullptr && *name != '\0') choose_level(name);
+    const char* count = std::getenv("GCCOMM_NUM_THREADS");
+    if (count != nullptr && *count != '\0') choose_threads(count);
 }
 
 }  // namespace
@@ -379,6 +406,7 @@ NB_MODULE(_native, m) {
     m.def("exchange_array", &g::exchange_array, "exchange"_a, "send"_a, "recv"_a, "count"_a, "item"_a,
           "chunk"_a, "kind"_a, "stream"_a, Released());
     m.def("exchange_lanes", &g::exchange_lanes, "exchange"_a, "job"_a, Released());
+    m.def("threads", &g::threads);
     m.def("raise_flag", &g::raise_flag, "flag"_a, "number"_a);
     m.def("await_flags", &g::await_flags, "flags"_a, "count"_a, "number"_a, "spins"_a, Released());
     g::choose_from_environment();
