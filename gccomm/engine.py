@@ -143,7 +143,7 @@ class Job:
 
     def _room(self, x: Operand) -> int:
         """Return how many words an operand's sum takes, those of its sketch included."""
-        if self.plan.lane_sums and x.codec.sums_lanes:
+        if self.plan.lane_sums and x.codec.sums_lanes and x.on_host:
             return 2 * x.blocks + x.count  # counters and the like: the lanes themselves go elsewhere
         return x.message_room + (len(x.sketch.words) if x.sketch is not None else 0)
 

@@ -125,7 +125,7 @@ class LeafSpec:
 
         Where the back end sums lanes chunk by chunk, pieces need not fit into the caches.
         """
-        if lane_sums and self.route.sums_lanes:
+        if lane_sums and self.route.sums_lanes and self.device == "cpu":
             return 1 / 64, 0
         return self.route.weight(self.item_bytes), self.item_bytes
 

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 STREAM_BYTES = 8 << 20  # results larger than this are written past the caches
-PLAN_CACHE = 16
+PLAN_CACHE = 32  # two a layout: steps that are measured have smaller pieces
 FIRST_MEASURED = 3  # steps in which errors are measured, before every few
 FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()

@@ -37,6 +37,13 @@ def environment() -> dict[str, str] | None:
     return {**os.environ, "LD_PRELOAD": str(library), "ASAN_OPTIONS": options, "OPENBLAS_NUM_THREADS": "1"}
 
 
+def command(*arguments: str) -> list[str]:
+    """Return how to run this program, whichever gccomm is installed: its folder comes last."""
+    root = str(Path(__file__).resolve().parents[1])
+    text = f"import sys; sys.path.append({root!r}); from tests.cuda_sanitized import main; main()"
+    return [sys.executable, "-P", "-c", text, *arguments]
+
+
 def overrun(device: DeviceKernels) -> None:
     """Let a kernel read an array that is one number short."""
     table = np.zeros(1, kernels.SEGMENT)
@@ -52,7 +59,7 @@ def main() -> None:
         overrun(DeviceKernels(OnCpu(library)))
         return
     build(library.parent, *FLAGS)
-    again = [sys.executable, "-m", "tests.cuda_sanitized", sys.argv[1], "--overrun"]
+    again = command(sys.argv[1], "--overrun")
     done = subprocess.run(again, capture_output=True, text=True, check=False)
     print("overrun", "found" if "heap-buffer-overflow" in done.stderr else f"not found: {done.stderr}")
     device = DeviceKernels(OnCpu(library, "random"))
@@ -71,7 +78,3 @@ def main() -> None:
                 tensors = [make(dtype, size, rng)]
                 rotations.Case(tensors, rotations.Options.draw(turns, rng), rng).run()
     print("cases passed")
-
-
-if __name__ == "__main__":
-    main()

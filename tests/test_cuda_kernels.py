@@ -6,7 +6,6 @@ The cases are those of the CPU's kernels; the device's take their place.
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from gccomm import kernels
 from gccomm import lanes as ln
 from gccomm.kernels.cuda.device import DeviceKernels
-from tests import cuda_on_cpu, cuda_sanitized
+from tests import cuda_sanitized
 from tests import test_word_equality as words
 from tests import test_word_equality_rotations as rotations
 from tests.cuda_on_cpu import SCHEDULES, InPlace, OnCpu, Text, build, kernels_on_cpu
@@ -202,9 +201,8 @@ def test_under_sanitizers(tmp_path: Path) -> None:
     if environment is None:
         pytest.skip("the compiler has no address sanitizer")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda_sanitized", str(tmp_path)],
+        cuda_sanitized.command(str(tmp_path)),
         env=environment, capture_output=True, text=True, timeout=300, check=False,
-        cwd=Path(cuda_on_cpu.__file__).resolve().parents[1],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stdout.split() == ["overrun", "found", "cases", "passed"]

@@ -184,6 +184,8 @@ def test_hosts_that_are_none(hosts: Sequence[int]) -> None:
 def test_init_checks_its_argument() -> None:
     with pytest.raises(TypeError, match="`hierarchical` must be True, False or None, got 1"):
         gccomm.init("local", hierarchical=1)  # type: ignore[arg-type]
+    with gccomm.init():  # what other tests have left open is closed
+        pass
     with gccomm.init("local", hierarchical=True) as comm:
         assert comm is gccomm.init() is gccomm.init("local", hierarchical=True)
         with pytest.raises(ValueError, match="hierarchical=True before, now False"):

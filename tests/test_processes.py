@@ -193,11 +193,12 @@ def decode(self, *args, **options):
         raise MemoryError("no memory to decode")
     return original(self, *args, **options)
 Operand.decode = decode
-comm.compressed_allreduce(x)
+comm.compressed_allreduce(x, codec="rotated:headroom=checked")
 armed = True
 for _ in range(3):
     try:
-        y = comm.compressed_allreduce(np.full(2_000_000, comm.rank + 1, np.float32))
+        x = np.full(2_000_000, comm.rank + 1, np.float32)
+        y = comm.compressed_allreduce(x, codec="rotated:headroom=checked")
     except MemoryError:
         print("caught", flush=True)
         continue

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm import kernels
+from gccomm.errors import BackendError
 from gccomm.kernels import EXCHANGE, JOININGS
 
 __all__ = ["FEW_RANKS", "Posted", "Window", "open_window", "slot_bytes"]
@@ -144,7 +145,14 @@ class Window:
         for message in list(self._open):
             self.finish(message)
         where = kernels.address(job)
-        self._exchange(name, lambda at: kernels.exchange_lanes(at, where))
+
+        def go_on(at: int) -> bool:
+            try:
+                return kernels.exchange_lanes(at, where)
+            except RuntimeError as error:
+                raise BackendError(f"rank {self._rank}: {error}") from error
+
+        self._exchange(name, go_on)
         return float(self._state["encode_s"][0]), float(self._state["decode_s"][0])
 
     def _exchange(self, name: str, go_on: Callable[[int], bool]) -> None:

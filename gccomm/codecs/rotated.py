@@ -101,7 +101,7 @@ class Rotated(SharedDither):
         if headroom == "clipped":
             self.biased, self.rounding = True, "biased"
         self.stateful = scales == "predicted" or headroom in ("auto", "checked")
-        self.reencodes = scales == "agreed" and headroom in ("auto", "checked")
+        self.reencodes = scales == "predicted" or headroom in ("auto", "checked")
 
     def carried(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the lengths rounded up to multiples of 64, the smallest part that is rotated."""

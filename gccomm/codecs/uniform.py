@@ -54,7 +54,7 @@ class Uniform(SharedDither):
 
     def __init__(self, wire_bits: int = 8, scales: str = "agreed", widening: bool = False) -> None:
         super().__init__(wire_bits, scales, widening)
-        self.stateful = scales == "predicted"
+        self.stateful = self.reencodes = scales == "predicted"  # clamps are counted after results are written
 
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on block maxima, then sum lanes."""

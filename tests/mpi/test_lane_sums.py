@@ -91,6 +91,30 @@ def test_steps_of_a_reducer(comm: gccomm.Communicator, codec: str, scales: str, 
         assert same(found[steps - 1], expected[comm.rank]["x"]), steps
 
 
+@pytest.mark.parametrize("codec", ["uniform", "rotated"])
+def test_clamps_are_counted_in_place(comm: gccomm.Communicator, codec: str) -> None:
+    counts: dict[bool, list[int]] = {}
+    for in_place in (False, True):
+        reducer = gccomm.Reducer(f"{codec}:scales=predicted", comm=comm, op="sum", error_feedback=False)
+        counts[in_place] = []
+        for step in range(6):
+            x = draw(comm.rank, (100, 1000), np.float32) * (50 if step == 4 else 1)
+            reducer(x, out=x if in_place else None)
+            counts[in_place].append(comm.stats.clamps)
+    assert counts[True] == counts[False]
+    assert counts[True][4] > 0
+
+
+def test_many_small_tensors(comm: gccomm.Communicator) -> None:
+    """Chunks of many segments."""
+    sizes = [*range(1024, 1424), 5000, *range(2000, 2040)]
+    trees = [{f"{i}": draw(r, (size,), np.float32) for i, size in enumerate(sizes)} for r in range(comm.size)]
+    for codec in ("uniform", "rotated"):
+        expected, _ = simulate(trees, codec)
+        found = gccomm.compressed_allreduce(trees[comm.rank], codec=codec, comm=comm.split(0))
+        assert all(same(found[key], expected[comm.rank][key]) for key in found)
+
+
 def test_in_place_and_beside_other_codecs(comm: gccomm.Communicator) -> None:
     codecs = {"a": "uniform:wire_bits=8", "b": "raw", "c": "rotated:wire_bits=8", "d": "thc"}
     trees = [{k: draw(r, (100, 1000), np.float32) for k in codecs} for r in range(comm.size)]

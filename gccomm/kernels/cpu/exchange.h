@@ -119,11 +119,7 @@ class LaneExchange {
 
  public:
     LaneExchange(Exchange& at, const LaneJob& job)
-        : at_(at), job_(job), messages_(at), chunks_((job.blocks + job.chunk - 1) / job.chunk) {
-        if (job.kept_table == 0) return;
-        const auto* kept = reinterpret_cast<const Segment*>(job.kept_table);
-        kept_.assign(kept, kept + job.segments);
-    }
+        : at_(at), job_(job), messages_(at), chunks_((job.blocks + job.chunk - 1) / job.chunk) {}
 
     // Returns whether all is done. Four events a chunk: maxima of the next one posted, maxima of this one
     // agreed, its lanes posted, the lanes of the one before decoded.
@@ -153,10 +149,16 @@ class LaneExchange {
 
     Index first(Index k) const { return std::min(k * job_.chunk, job_.blocks); }
 
-    Batch batch(const Segment* table, Index k) const {
-        return {table, job_.segments, first(k), first(k + 1)};
+    // The segments that have blocks of a chunk, of many perhaps.
+    Batch batch(Index k) const {
+        const auto* table = reinterpret_cast<const Segment*>(job_.table);
+        const auto* end = table + job_.segments;
+        const auto starts_later = [](Index block, const Segment& s) { return block < s.base; };
+        const auto* from = std::upper_bound(table, end, first(k), starts_later);
+        if (from != table) from--;
+        const auto* to = std::upper_bound(from, end, first(k + 1) - 1, starts_later);
+        return {from, to - from, first(k), first(k + 1)};
     }
-    Batch batch(Index k) const { return batch(reinterpret_cast<const Segment*>(job_.table), k); }
 
     template <class T>
     static T* at_block(std::uint64_t address, Index block) {
@@ -183,7 +185,7 @@ class LaneExchange {
         void* slot = messages_.free();
         if (slot == nullptr) return false;
         const auto start = Clock::now();
-        float* kept = kept_.empty() ? nullptr : room(k);
+        float* kept = job_.kept_table == 0 ? nullptr : room(k);
         const bool usable =
             kernels().maxima(batch(k), {static_cast<std::uint32_t*>(slot), nullptr, job_.rotations, kept});
         at_.kept = (at_.kept & ~bit(k)) | (kept != nullptr && usable ? bit(k) : 0);
@@ -206,7 +208,6 @@ class LaneExchange {
         if (slot == nullptr) return false;
         const auto start = Clock::now();
         const bool kept = job_.agree && (at_.kept & bit(k)) != 0;
-        if (kept) place_kept(k);
         EncodeArgs args{};
         args.scales = at_block<const std::uint32_t>(job_.scales, 0);
         args.words = words(slot, k);
@@ -216,7 +217,7 @@ class LaneExchange {
         args.rotations = kept ? 0 : job_.rotations;
         args.maxima = at_block<std::uint32_t>(job_.maxima, first(k));
         args.subtract = !kept && job_.subtract;
-        kernels().encode(kept ? batch(kept_.data(), k) : batch(k), args);
+        kernels().encode(kept ? kept_batch(k) : batch(k), args);
         args.words.data[word_count(k)] = tag(k);
         messages_.post();
         at_.encode_s += since(start);
@@ -254,13 +255,17 @@ class LaneExchange {
             throw std::runtime_error("a tag is wrong: messages of different calls were added");
     }
 
-    // Has the segments' addresses say where the rotated blocks of a chunk lie.
-    void place_kept(Index k) {
-        const auto* from = reinterpret_cast<const Segment*>(job_.kept_table);
-        const auto start =
-            reinterpret_cast<std::uint64_t>(room(k)) -
-            sizeof(float) * static_cast<std::uint64_t>(*at_block<const Index>(job_.places, first(k)));
-        for (std::size_t i = 0; i < kept_.size(); i++) kept_[i].src = from[i].src + start;
+    // The same over the rotated blocks of the chunk, where they are kept.
+    Batch kept_batch(Index k) {
+        Batch found = batch(k);
+        const auto* from = reinterpret_cast<const Segment*>(job_.kept_table) +
+                           (found.table - reinterpret_cast<const Segment*>(job_.table));
+        const auto before = static_cast<std::uint64_t>(*at_block<const Index>(job_.places, first(k)));
+        const auto start = reinterpret_cast<std::uint64_t>(room(k)) - sizeof(float) * before;
+        kept_.assign(from, from + found.segments);
+        for (Segment& segment : kept_) segment.src += start;
+        found.table = kept_.data();
+        return found;
     }
 
     static std::uint32_t bit(Index k) { return 1u << (k % 2); }
