@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,9 +24,11 @@ from gccomm.errors import BackendError, CollectiveTimeout, NegotiationError
 from gccomm.hosts import Hosts
 from gccomm.interrupts import HoldInterrupts
 from gccomm.reduction import Attempt, Options, Place, Reduction
+from gccomm.repeats import Repeat
 from gccomm.stats import Stats
 from gccomm.thread import Worker
 from gccomm.transfers import Broadcast, Transfer, execute
+from gccomm.turns import Exclusive, Turn
 from gccomm.work import Done, Task, Work, snapshot
 
 __all__ = ["Communicator"]
@@ -49,7 +52,6 @@ class Communicator:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._pid = os.getpid()
         self._shared = backend.shared
         self.lock: threading.RLock = self._shared.setdefault("lock", threading.RLock())
         self._number: int = self._shared.get("communicators", 0)
@@ -65,6 +67,9 @@ class Communicator:
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0
         self._reductions: dict[object, Reduction] = {}
+        self._last: tuple[tuple[object, ...], Reduction] | None = None  # options asked for last, one by one
+        self.turn = Turn(backend.rank, self.lock, self._shared, os.getpid())
+        self._exclusive = Exclusive(self.turn, self._shared)
         self._on_close: Callable[[], None] | None = None
         self.stats = Stats()
 
@@ -112,7 +117,7 @@ class Communicator:
         nonfinite: str = "propagate",
     ) -> Any:
         """Reduce over this communicator; see :func:`gccomm.compressed_allreduce`."""
-        with self.turn():
+        with self.turn:
             reduction, error = self._reduction(op, codec, exact_below, nonfinite)
             return self.reduce(reduction, x, out=out, error=error)
 
@@ -127,7 +132,7 @@ class Communicator:
         nonfinite: str = "propagate",
     ) -> Work:
         """Begin to reduce over this communicator; see :func:`gccomm.compressed_allreduce_async`."""
-        with self.turn():
+        with self.turn:
             reduction, error = self._reduction(op, codec, exact_below, nonfinite)
             error = error or self.refusal()
             tree, into = snapshot(x), snapshot(out)
@@ -187,23 +192,24 @@ class Communicator:
             key = integer("key", key, "an integer", -INT32_MAX, INT32_MAX)
         except Exception as error:  # shared with the other ranks, which raise it too
             call.error = error
-        with self.turn():
+        with self.turn:
             backend = self._plain(call, then=lambda: self._backend.split(color, key))
         return None if backend is None else Communicator(backend)
 
     def close(self) -> None:
         """Free the communicator; collective. A second close does nothing."""
-        self._refuse_within(self._within_worker())
+        self.turn.refuse_worker()
         with self.lock:
             if self._broken == "closed":
                 return
             if self._broken is None:
                 self._plain(Call("close"), then=self._backend.close)
             else:
-                self.drain()
+                self.turn.drain()
                 self._backend.close()
             self._broken = "closed"
             self._reductions.clear()
+            self._last = None
             self._shared["open"] -= 1
             if self._shared["open"] == 0 and (worker := self._shared.pop("worker", None)) is not None:
                 worker.close()
@@ -220,21 +226,52 @@ class Communicator:
         self, reduction: Reduction, tree: Any, *, out: Any = None, error: BaseException | None = None
     ) -> Any:
         """Run one call of a reduction and return its result; with ``error``, let every rank raise it."""
-        with self._exclusive():
+        with self._exclusive:
             done = self._reduce(reduction, tree, out, error)
         return self._deliver(done)
 
     def _reduce(self, reduction: Reduction, tree: Any, out: Any, error: BaseException | None) -> Done:
         if reduction.reducer == 0:
             reduction.step = self._step
+        if out is None and error is None:
+            repeat = reduction.repeats.find(reduction, tree)
+            if repeat is not None:
+                done = self._repeat(reduction, repeat, tree)
+                if done is not None:
+                    return done
 
         def finish(attempt: Attempt, outcome: Outcome) -> Done:
             attempt.commit(outcome)
             if reduction.reducer == 0:
                 self._step += 1
-            return Done(attempt.deliver(), outcome.stats, attempt.notes)
+            done = Done(attempt.deliver(), outcome.stats, attempt.notes)
+            if out is None:
+                reduction.repeats.keep(attempt, tree)
+            return done
 
         return self.attempt(reduction, tree, finish, out=out, error=error)
+
+    def _repeat(self, reduction: Reduction, repeat: Repeat, array: Any) -> Done | None:
+        """Repeat a call that was made before; None where it cannot begin: the usual way then reports why."""
+        try:
+            result = repeat.begin(array, reduction.step)
+        except Exception:
+            repeat.release()
+            return None
+
+        def finish(outcome: Outcome) -> Done:
+            if outcome.error is not None:
+                raise outcome.error
+            reduction.advance(outcome.stats)
+            if reduction.reducer == 0:
+                self._step += 1
+            return Done(result, outcome.stats, [])
+
+        try:
+            done: Done = self._drive(repeat.call, repeat.transfers(), finish)
+            return done
+        finally:
+            repeat.release()
 
     def _deliver(self, done: Done) -> Any:
         """Return a call's result in the thread of the caller, who is warned where he should be."""
@@ -275,7 +312,7 @@ class Communicator:
         """
         task = Task(run, text, self._backend)
         if self._broken is not None or self.refusal() is not None:
-            with self._exclusive():
+            with self._exclusive:
                 task.execute()
         else:
             if self._shared.get("worker") is None:
@@ -287,12 +324,6 @@ class Communicator:
         """Return the error of asynchronous calls where the back end allows no thread."""
         reason: str = getattr(self._backend, "no_threads", "")
         return NegotiationError(f"asynchronous calls are not possible: {reason}") if reason else None
-
-    def drain(self) -> None:
-        """Wait until all asynchronous calls are complete on this rank; not collective."""
-        worker: Worker | None = self._shared.get("worker")
-        if worker is not None and not worker.is_current():
-            worker.drain()
 
     def join(self, task: Task) -> Any:
         """Wait for a task that was submitted, and return its result."""
@@ -308,7 +339,7 @@ class Communicator:
         then: Callable[[], Any] | None = None,
     ) -> Any:
         """Run a call that is not a reduction; ``then`` is its back end's part, after the agreement."""
-        with self._exclusive():
+        with self._exclusive:
             return self._plainly(call, transfers, then)
 
     def _plainly(
@@ -339,54 +370,27 @@ class Communicator:
         return order
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """One thread at a time; a call from within a call is refused."""
-        if os.getpid() != self._pid:
-            msg = (
-                f"process {os.getpid()} was forked from {self._pid} after gccomm.init(): it is no rank; "
-                "start workers before gccomm.init(), or with the spawn method"
-            )
-            raise BackendError(msg)
-        self._refuse_within(self._within_worker())
-        with self.lock:
-            self._refuse_within(bool(self._shared.get("busy")))
-            yield
-
-    def _within_worker(self) -> bool:
-        worker: Worker | None = self._shared.get("worker")
-        return worker is not None and worker.is_current()
-
-    def _refuse_within(self, within: bool) -> None:
-        if within:
-            msg = (
-                f"rank {self.rank}: a collective was called from within another one, by a signal handler "
-                "or a finalizer; note the event there, and make the call in the program's own course"
-            )
-            raise BackendError(msg)
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Take the turn of a blocking call, once asynchronous ones before it are complete."""
-        with self.turn():
-            self._shared["busy"] = True
-            try:
-                self.drain()
-                yield
-            finally:
-                self._shared["busy"] = False
-
-    @contextmanager
     def still(self) -> Iterator[None]:
         """Hold other threads back, with no asynchronous call on its way; not collective."""
         with self.lock:
             if not self._shared.get("busy"):
-                self.drain()
+                self.turn.drain()
             yield
 
     def _reduction(
         self, op: str, codec: str | Codec, exact_below: int, nonfinite: str
     ) -> tuple[Reduction, BaseException | None]:
         """Return the reduction that keeps the plans of these options, and what is wrong with them."""
+        last, asked = self._last, (op, codec, exact_below, nonfinite)
+        if last is not None and all(map(is_, last[0], asked)):
+            return last[1], None
+        reduction, error = self._chosen(*asked)
+        self._last = (asked, reduction) if error is None else None
+        return reduction, error
+
+    def _chosen(
+        self, op: str, codec: str | Codec, exact_below: int, nonfinite: str
+    ) -> tuple[Reduction, BaseException | None]:
         error: BaseException | None = None
         try:
             exact_below = check_options(op, exact_below, nonfinite)

@@ -43,7 +43,7 @@ from gccomm.steps import Agree, Buffer, Context, Redo, Sum, Words
 from gccomm.timeline import CallSpans
 from gccomm.transfers import Between, Finish, HostSum, LaneAdd, Maximum, Start, Transfer, Whole, WordAdd
 
-__all__ = ["Job", "Outcome", "reduce", "rendezvous"]
+__all__ = ["Job", "Outcome", "reduce", "rendezvous", "tag_of"]
 
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
 DEPTH = 2  # pieces on their way, of each rank that speaks for its host
@@ -261,7 +261,7 @@ class _Engine:
     def run(self, call: Call) -> Generator[Transfer, Any, Outcome]:
         """Agree, reduce all buckets and report; yields what is to be transferred."""
         outcome = Outcome(stats=self.stats)
-        self.wire.tag = _tag(call)
+        self.wire.tag = tag_of(call)
         outcome.error = yield from self._summed_round(call) if self.summed else self._first_round(call)
         if outcome.error is not None:
             return outcome
@@ -440,7 +440,8 @@ def _within(lanes: Sequence[tuple[int, int, int]], lo: int, hi: int) -> tuple[tu
     return tuple(lane for lane in clipped if lane[0] < lane[1])
 
 
-def _tag(call: Call) -> int:
+def tag_of(call: Call) -> int:
+    """Return what the tags of a call's messages are made of: the same on all ranks."""
     tag = 0
     for value in call.values():
         tag = (tag * 0x01000193 ^ value) & MASK

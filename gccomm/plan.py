@@ -74,6 +74,7 @@ class Plan:
         self.layout = digest("\n".join(self.lines()))
         self.keys = [tensor_key(s.key, seed) for s in specs]
         self._step = -1
+        self.uses = 0
         private = np.array([s.route.private for s in specs], dtype=bool)
         hosted = [bool(hosts) and spec.route.rounds for spec in specs]
         kinds = [[i for i, own in enumerate(hosted) if own is kind] for kind in (False, True)]

@@ -90,7 +90,7 @@ class Pushes:
 
     def push(self, key: str, value: Any) -> None:
         """Add a key to the step; never blocks, and keeps its errors for :meth:`wait`."""
-        with self._comm.turn():
+        with self._comm.turn:
             step = self._begin()
             if step.closing is not None:
                 msg = "the last step was interrupted in wait(): call wait() again, or discard()"
@@ -105,7 +105,7 @@ class Pushes:
 
     def wait(self) -> Done:
         """End the step: return the results by key, or raise its error as all ranks do."""
-        with self._comm.turn():
+        with self._comm.turn:
             step = self._begin()
             if step.closing is None:
                 if not step.pushed and step.error is None:
@@ -119,7 +119,7 @@ class Pushes:
 
     def discard(self) -> None:
         """End the step on all ranks, without a result."""
-        with self._comm.turn():
+        with self._comm.turn:
             step = self._begin()
             if step.closing is None:
                 step.error = step.error or GccommError(f"step {self._reduction.step} was discarded")

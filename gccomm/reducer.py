@@ -137,7 +137,7 @@ class Reducer:
         OverflowError
             A sum of integers does not fit their dtype.
         """
-        with self.comm.turn():
+        with self.comm.turn:
             error = None
             if self._pushes.open:
                 msg = f"step {self.step} was begun by push(): end it by wait() or discard() first"

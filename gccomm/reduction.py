@@ -26,6 +26,7 @@ from gccomm.layout import LeafSpec
 from gccomm.options import Options, Place
 from gccomm.plan import Plan
 from gccomm.remembered import STORAGE, KeyState, Known, Leaf
+from gccomm.repeats import Repeats
 from gccomm.stats import Measured, Stats
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
@@ -71,6 +72,7 @@ class Reduction:
         self.plans_kept = PLAN_CACHE
         self._adapted: str | None = ""
         self._plans: dict[object, Plan] = {}
+        self.repeats = Repeats()
 
     def set_states(self, states: Mapping[str, KeyState]) -> None:
         """Take over states by key; those of other keys stay."""
@@ -108,6 +110,10 @@ class Reduction:
                 msg = f"what {codec!r} adapted for {key!r} is malformed ({type(error).__name__}: {error})"
                 raise ValueError(msg) from error
 
+    def state(self) -> str:
+        """Return choices of codec and op with what codecs have adapted, for the agreement."""
+        return self.options.choices + self.adapted()
+
     def adapted(self) -> str:
         """Return a hash of what codecs have adapted and must be equal on all ranks, or nothing."""
         if self._adapted is None:
@@ -130,6 +136,11 @@ class Reduction:
             attempt.call.error = error
         return attempt
 
+    def measures(self) -> bool:
+        """Return whether the next call measures its error."""
+        period = self.options.measure
+        return period > 0 and (self.step < FIRST_MEASURED or self.step % period == 0)
+
     def plan(
         self,
         leaves: Sequence[Leaf],
@@ -149,6 +160,7 @@ class Reduction:
             while len(self._plans) >= self.plans_kept:
                 self._plans.pop(next(iter(self._plans)))
         self._plans[signature] = plan  # most recently used last
+        plan.uses += 1
         return plan
 
     def _spec(self, leaf: Leaf) -> LeafSpec:
@@ -178,11 +190,12 @@ class Attempt:
             reducer=reduction.reducer,
             step=reduction.step,
             policy=reduction.policy + by_host,
-            state=reduction.options.choices + reduction.adapted(),
+            state=reduction.state(),
         )
         self.spans = timeline.begin(place.rank, self.call)
         self.job: Job | None = None
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
+        self.context: Context | None = None
         self._leaves: list[Leaf] = []
         self._views: list[arrays.View | None] = []  # None where this rank has no value for a known key
         self._slots: list[int] = []  # position of each leaf among the tree's leaves
@@ -194,7 +207,7 @@ class Attempt:
         self._changed: list[str] = []  # leaves whose residual starts again
         self._found: dict[str, KeyState] = {}  # the next states
         self._treedef: Any = None
-        self._measure = self._lane_sums = False
+        self.measures = self._lane_sums = False
         self._absent: set[int] = set()  # leaves that no rank has a value for
 
     def prepare(self, tree: Any, out: Any) -> None:
@@ -202,11 +215,10 @@ class Attempt:
         keys, values, self._treedef = trees.flatten(tree)
         self._values = list(values)
         nones = self._look(keys, values)
-        period, step = self.reduction.options.measure, self.reduction.step
-        self._measure = period > 0 and (step < FIRST_MEASURED or step % period == 0)
-        self._lane_sums = self.place.sums_lanes and not self._measure
+        self.measures = self.reduction.measures()
+        self._lane_sums = self.place.sums_lanes and not self.measures
         hosts = self.place.hosts.number if self.place.hosts is not None else 0
-        plan = self._plan = self.reduction.plan(self._leaves, nones, self.place.size, hosts, self._lane_sums)
+        plan = self.plan = self.reduction.plan(self._leaves, nones, self.place.size, hosts, self._lane_sums)
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
         self._check_operations(plan)
@@ -283,7 +295,7 @@ class Attempt:
         own = self.place.rank if hosts is None else hosts.host  # whose noise, where ranks have their own
         plan.bind(self.reduction.step, own, src, dst, (res_in, res_out))
         self._direct(plan)
-        context = Context(
+        context = self.context = Context(
             self.place.rank,
             self.place.size,
             rank_shift(self.place.rank, self.place.size),
@@ -295,7 +307,7 @@ class Attempt:
         )
         have = [view is not None for view in self._views]
         states = self._states(plan)
-        whole, measure = not self.place.one_host, self._measure
+        whole, measure = not self.place.one_host, self.measures
         room, spans = self.place.room, self.spans
         self.job = Job(
             plan,
@@ -386,8 +398,8 @@ class Attempt:
 
     def _let_go(self) -> None:
         self.job = None
-        if self._plan is not None:
-            for x in self._plan.operands:
+        if self.plan is not None:
+            for x in self.plan.operands:
                 x.forget()
 
     def commit(self, outcome: Outcome) -> None:
@@ -434,9 +446,9 @@ class Attempt:
         found: dict[str, KeyState] = {}
         if not parts:
             return found
-        assert self._plan is not None
+        assert self.plan is not None
         for leaf, returned in parts.items():
-            spec = self._plan.specs[leaf]
+            spec = self.plan.specs[leaf]
             values = spec.route.next_state(states.get(leaf), returned)
             if values is not None:
                 layout = spec.dtype, spec.row_shape, spec.route.fingerprint

@@ -333,7 +333,7 @@ def run(fn: Callable[[Any], T], ranks: int = 4) -> list[T]:
         token = using.set(comm)
         try:
             results[rank] = fn(comm)
-            comm.drain()
+            comm.turn.drain()
         except BaseException as error:
             failures.append((rank, error))
             backends[rank].abort(f"rank {rank} ended with {error!r}")

@@ -21,6 +21,7 @@ __all__ = [
     "CallSpans",
     "Recorder",
     "Span",
+    "active",
     "begin",
     "recorded",
     "recording",
@@ -181,6 +182,11 @@ class CallSpans:
 
 _recorder: Recorder | None = None
 _lock = threading.Lock()
+
+
+def active() -> bool:
+    """Return whether somebody wants to know what calls do."""
+    return _recorder is not None
 
 
 def begin(rank: int, call: Call) -> CallSpans | None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy.typing as npt
 from mpi4py import MPI
 
+from gccomm import kernels
 from gccomm.backends import Activity, Backend, Bytes, FloatName, Words
 from gccomm.errors import BackendError
 from gccomm.hosts import Hosts
@@ -155,7 +156,7 @@ class MpiBackend:
             `dtype` is no float format.
         """
         operator = sum_of(dtype)
-        if send is not recv and send.ctypes.data == recv.ctypes.data:
+        if send is not recv and kernels.address(send) == kernels.address(recv):
             send = recv  # two views of one array: MPI wants to be told
         self._reduce(f"{dtype} sum", send, recv, operator)
 

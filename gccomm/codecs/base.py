@@ -95,6 +95,14 @@ class Codec(ABC):
     reencodes: bool = False
     operation: str | None = None
 
+    def repeats(self, ctx: Context) -> bool:
+        """Return whether its steps on one array follow from operand and context alone: neither state nor
+        ``ctx.step`` matters, it begins with an agreement on at most a word a block, or with nothing to agree
+        on, and never yields a redo. Calls on small arrays then take less time.
+        """
+        del ctx
+        return False
+
     @abstractmethod
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Yield the steps that reduce ``x`` over the ranks.

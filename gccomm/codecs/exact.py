@@ -42,6 +42,11 @@ class TwoWords(Codec):
         """Return twice the length."""
         return 2 * lengths
 
+    def repeats(self, ctx: Context) -> bool:
+        """Return True."""
+        del ctx
+        return True
+
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on exponents, then sum pairs of words."""
         del state

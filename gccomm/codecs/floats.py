@@ -34,6 +34,11 @@ class _Floats(Codec):
         """Return the length: one float a coordinate."""
         return lengths
 
+    def repeats(self, ctx: Context) -> bool:
+        """Return True."""
+        del ctx
+        return True
+
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Sum floats."""
         del state

@@ -59,7 +59,7 @@ def lane_sum_of(
     alive = [x, scales, maxima]
     if rotations and agree and not x.float64 and not x.feedback:
         twin, places = x.rotated_blocks()
-        kept = kernels.pool_empty(4 * 2 * CHUNK_BLOCKS * BLOCK)
+        kept = kernels.pool_empty(4 * BLOCK * min(2 * CHUNK_BLOCKS, x.blocks))
         job["kept_table"], job["places"], job["kept"] = (
             twin.address,
             kernels.address(places),

@@ -107,6 +107,12 @@ class Rotated(SharedDither):
         """Return the lengths rounded up to multiples of 64, the smallest part that is rotated."""
         return -(-lengths // MIN_PART) * MIN_PART
 
+    def repeats(self, ctx: Context) -> bool:
+        """Return whether scales are agreed and lanes cannot overflow."""
+        if ctx.stateful and (self.scales == "predicted" or (self.headroom == "auto" and ctx.size > 3)):
+            return False
+        return self.headroom in ("auto", "safe")
+
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on the maxima of rotated blocks, then sum lanes."""
         width, rotations = self.wire_bits, self.rotations

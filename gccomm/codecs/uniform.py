@@ -56,6 +56,10 @@ class Uniform(SharedDither):
         super().__init__(wire_bits, scales, widening)
         self.stateful = self.reencodes = scales == "predicted"  # clamps are counted after results are written
 
+    def repeats(self, ctx: Context) -> bool:
+        """Return whether scales are agreed."""
+        return not (self.scales == "predicted" and ctx.stateful)
+
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on block maxima, then sum lanes."""
         if self.scales == "predicted" and ctx.stateful:

@@ -1,0 +1,206 @@
+"""Calls that were made before: on one small NumPy array of a known layout, with all but the array ready.
+
+What is sent is what any other call sends, so a rank may go this way while others do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gccomm import kernels, timeline
+from gccomm.agreement import (
+    HEADER_WORDS,
+    MESSAGE_WORDS,
+    MISSING_WORD,
+    SCALE_WORDS,
+    Call,
+    verify,
+    write_header,
+)
+from gccomm.engine import Outcome, tag_of
+from gccomm.noise import step_key
+from gccomm.pieces import Piece, Wire, scratch
+from gccomm.plan import Plan
+from gccomm.running import Running
+from gccomm.steps import Agree, Buffer, Context, FloatSum, LaneSum, Words
+from gccomm.transfers import FloatAdd, LaneAdd, Maximum, Transfer
+
+if TYPE_CHECKING:
+    from gccomm.options import Place
+    from gccomm.reduction import Attempt, Reduction
+
+__all__ = ["Repeat", "Repeats"]
+
+KEPT = 8  # of the layouts of a reduction
+
+LONGEST_BYTES = 1 << 20  # of an array: in longer calls what is saved here does not count
+_STEP = 8  # place of the step in the header
+_FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
+_KEYS = ("key0", "sign0", "key1", "sign1")
+
+
+class Repeat:
+    """Repeats a call on an array of one layout.
+
+    Parameters
+    ----------
+    call : Call
+        Of a call that was made; of it the step is changed.
+    plan : Plan
+        Of the array alone, and of no other call.
+    context : Context
+        Of a call that was made.
+    place : Place
+        Where the rank stands.
+    """
+
+    def __init__(self, call: Call, plan: Plan, context: Context, place: Place) -> None:
+        (spec,), (x,) = plan.specs, plan.operands
+        self.call, self.spec = call, spec
+        self._x, self._context, self._room = x, context, place.room
+        self._key, self._addresses = plan.keys[0], (x.table["src"], x.table["dst"])
+        self._noise = [[x.table[name] for name in _KEYS]]
+        self._dtype = np.dtype(_FLOATS[spec.dtype])
+        self._nbytes = x.coordinates * self._dtype.itemsize
+        self._header = np.zeros(HEADER_WORDS, np.uint32)
+        write_header(call, context.rank, self._header)
+        self._agree, self._end = scratch(MESSAGE_WORDS), HEADER_WORDS
+        self._words = scratch(x.message_room + 1)
+        self._lanes: LaneSum | None = None  # which serves all calls
+        self._running: Running | None = None
+
+    def begin(self, array: Buffer, step: int) -> Buffer:
+        """Do all of a call that is done before its first message; return where its result comes."""
+        x, call, header = self._x, self.call, self._header
+        result: Buffer = kernels.pool_empty(self._nbytes).view(self._dtype)
+        src, dst = self._addresses
+        src[0], dst[0] = kernels.address(array), kernels.address(result)
+        t0, t1 = step_key(*self._key, step)
+        for key0, sign0, key1, sign1 in self._noise:
+            key0[0] = sign0[0] = t0
+            key1[0] = sign1[0] = t1
+        call.step = step
+        low = step & 0xFFFFFFFF
+        header[_STEP], header[_STEP + 1] = low, ~low & 0xFFFFFFFF
+        self._agree[:HEADER_WORDS] = header
+        if self._lanes is None:
+            x.keys[0] = t0, t1
+            x.direct = self.spec.dtype, array.reshape(-1), result
+            self._start()
+        return result.reshape(self.spec.shape)
+
+    def _start(self) -> None:
+        """Start the codec; write what it wants agreed behind the header."""
+        running, end = Running(self._x, self._context, (None,)), HEADER_WORDS
+        if isinstance(running.step, Agree):
+            end += running.step.count
+            running.step.fill(self._agree[HEADER_WORDS:end])
+        self._agree[end:] = 0
+        self._running, self._end = running, end
+
+    def release(self) -> None:
+        """Let go of the array; the call is over."""
+        self._x.direct = self._running = None
+
+    def transfers(self) -> Generator[Transfer, Any, Outcome]:
+        """Do what :func:`gccomm.engine.reduce` does."""
+        call, agree, x, context = self.call, self._agree, self._x, self._context
+        wire = Wire(context.rank, context.size)
+        wire.tag, outcome = tag_of(call), Outcome(stats=wire.stats)
+        yield from wire.move(Maximum(agree), agree.nbytes)
+        if (agree[:HEADER_WORDS] != self._header).any():
+            outcome.error = yield from verify(call, context.rank, context.size, agree)
+            if outcome.error is not None:
+                return outcome
+            if agree[MISSING_WORD]:
+                yield from wire.move(Maximum(np.ones(1, np.uint32)), 4)
+        if self._running is None:
+            assert self._lanes is not None
+            yield from _sum_lanes(self._lanes, wire)
+        else:
+            yield from self._advance(self._running, wire, agree[HEADER_WORDS : self._end])
+        wire.stats.float32_bytes = 4 * x.coordinates
+        wire.stats.codecs[x.codec.id] = x.coordinates
+        return outcome
+
+    def _advance(self, running: Running, wire: Wire, agreed: Words) -> Generator[Transfer, Any, None]:
+        """Drive the codec to its end."""
+        if isinstance(running.step, Agree):
+            running.answer(agreed)
+        if isinstance(running.step, LaneSum) and running.step.job["agree"][0]:
+            self._lanes = running.step  # the same in every call
+            if self._x.rotated is not None:
+                twin = self._x.rotated[0].table
+                self._noise.append([twin[name] for name in _KEYS])
+        step = running.step
+        if isinstance(step, FloatSum) and step.direct is not None and step.finish is None:
+            yield from wire.move(FloatAdd(*step.direct, step.dtype), self._nbytes)
+            return
+        piece = Piece(wire, (running,), self._words, len(self._words), self._room)
+        yield from piece.advance()
+        self._words = piece.words
+
+
+def _sum_lanes(step: LaneSum, wire: Wire) -> Generator[Transfer, Any, None]:
+    step.job["tag"] = wire.next_tag()
+    transfer = LaneAdd(step.job)
+    yield from wire.move(transfer, step.nbytes)
+    wire.share(*transfer.seconds)
+
+
+class Repeats:
+    """What repeats the calls of a reduction, by shape and dtype."""
+
+    def __init__(self) -> None:
+        self._kept: dict[object, Repeat] = {}
+
+    def find(self, reduction: Reduction, tree: Any) -> Repeat | None:
+        """Return what repeats a call on ``tree``, where something does and is to be used now."""
+        if not self._kept or type(tree) is not np.ndarray:
+            return None
+        found = self._kept.get((tree.shape, tree.dtype))
+        flags = tree.flags
+        if found is None or not (flags.c_contiguous and flags.aligned):
+            return None
+        if timeline.active() or reduction.measures() or found.call.state != reduction.state():
+            return None
+        if reduction.remember and reduction.known[""].leaf.shape != found.spec.shape:
+            return None  # the key has had another layout meanwhile
+        return found
+
+    def keep(self, attempt: Attempt, tree: Any) -> None:
+        """Make a call that was made ready to be repeated, where its layout has come before."""
+        reduction, plan, context = attempt.reduction, attempt.plan, attempt.context
+        if type(tree) is not np.ndarray or plan is None or context is None or plan.uses < 2:
+            return
+        if attempt.measures:
+            return  # its pieces are others
+        at, options = (tree.shape, tree.dtype), reduction.options
+        hosted = attempt.place.hosts is not None
+        if at in self._kept or hosted or options.nonfinite == "raise" or not _suits(plan, context):
+            return
+        sizes = options.piece_coordinates, options.bucket_bytes
+        own = Plan(plan.specs, context.size, options.seed, *sizes, lane_sums=plan.lane_sums)
+        while len(self._kept) >= KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        self._kept[at] = Repeat(attempt.call, own, context, attempt.place)
+
+
+def _suits(plan: Plan, context: Context) -> bool:
+    """Return whether calls of a plan can be repeated."""
+    if len(plan.operands) != 1 or plan.operands[0].count != 1:
+        return False
+    x, spec = plan.operands[0], plan.specs[0]
+    if spec.dtype not in _FLOATS or spec.shape != spec.row_shape or spec.device != "cpu" or spec.feedback:
+        return False
+    small = x.coordinates * spec.item_bytes <= LONGEST_BYTES and x.blocks <= SCALE_WORDS
+    return small and _speaks_for_itself(type(spec.route)) and spec.route.repeats(context)
+
+
+def _speaks_for_itself(codec: type) -> bool:
+    """Return whether ``repeats`` is said of the steps that the codec takes: not by a base of its class."""
+    steps, repeats = (next(c for c in codec.__mro__ if n in vars(c)) for n in ("steps", "repeats"))
+    return issubclass(repeats, steps)

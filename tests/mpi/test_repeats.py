@@ -1,0 +1,84 @@
+"""Calls on small arrays that are repeated: through shared memory, and as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gccomm
+from gccomm.repeats import Repeat
+
+CODECS = ["uniform:wire_bits=5", "rotated", "raw", "bf16"]
+SHAPES = [(1024,), (5,), (130, 513), (1, 180 * 1024 + 3)]
+CALLS = 5
+
+
+@pytest.fixture(params=["1", "0"], ids=["shared memory", "messages"])
+def comm(world: Any, request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[gccomm.Communicator]:
+    monkeypatch.setenv("GCCOMM_WINDOW", request.param)
+    parent = world.Dup()
+    with gccomm.init("mpi", comm=parent) as made:
+        yield made
+    parent.Free()
+
+
+def draw(rank: int, step: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    return np.random.default_rng([rank, step]).standard_normal(shape).astype(np.float32)
+
+
+def calls(comm: gccomm.Communicator, codec: str, shape: tuple[int, ...], usual: set[int]) -> list[Any]:
+    """Make calls; those of ``usual`` in a way that is not repeated, on this rank."""
+    found = []
+    for step in range(CALLS):
+        x = draw(comm.rank, step, shape)
+        out = np.empty_like(x) if step in usual else None
+        found.append(comm.compressed_allreduce(x, "sum", codec, out=out).tobytes())
+    return found
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bits_of_other_calls(
+    comm: gccomm.Communicator, codec: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    begin = Repeat.begin
+    monkeypatch.setattr(Repeat, "begin", lambda self, x, step: steps.append(step) or begin(self, x, step))
+    twin = comm.split(0)
+    assert twin is not None
+    with twin:
+        expected = calls(twin, codec, shape, set(range(CALLS)))
+        assert not steps
+        # The last call is repeated by rank 0 alone.
+        found = calls(comm, codec, shape, {4} if comm.rank else set())
+    assert steps == ([2, 3] if comm.rank else [2, 3, 4])
+    assert found == expected
+
+
+def test_a_mismatch_reaches_all_and_the_next_call_works(comm: gccomm.Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    for step in range(4):
+        comm.compressed_allreduce(draw(comm.rank, step, (1024,)), "sum", "uniform")
+    x, other = np.ones(1024, np.float32), np.ones(1025, np.float32)
+    with pytest.raises(gccomm.MismatchError, match=r"float32\[1025\]"):
+        comm.compressed_allreduce(other if comm.rank == 1 else x, "sum", "uniform")
+    with pytest.raises(ValueError, match="rank 1: "):
+        comm.compressed_allreduce(x, "sum" if comm.rank != 1 else "product", "uniform")
+    result = comm.compressed_allreduce(np.ones(1024, np.float32), "sum", "uniform:wire_bits=16")
+    assert np.allclose(result, comm.size, atol=1e-2)
+
+
+def test_repeated_calls_between_asynchronous_ones(comm: gccomm.Communicator) -> None:
+    if comm._backend.no_threads:  # type: ignore[attr-defined]
+        pytest.skip("MPI allows no second thread")
+    x = np.ones(2000, np.float32)
+    works, found = [], []
+    for _ in range(6):
+        works.append(comm.compressed_allreduce_async(x, "sum", "uniform:wire_bits=16"))
+        found.append(comm.compressed_allreduce(x, "sum", "uniform:wire_bits=16"))
+    for result in (*found, *(work.wait(20) for work in works)):
+        assert np.allclose(result, comm.size, atol=1e-2)

@@ -1,0 +1,289 @@
+"""Calls on small arrays that are repeated: the results, figures and errors of any other call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gccomm
+from gccomm import timeline
+from gccomm.codecs import get_codec
+from gccomm.codecs.uniform import Uniform
+from gccomm.repeats import KEPT, Repeat
+from gccomm.testing import run, simulate
+
+F4 = np.float32
+CODECS = (
+    "uniform:wire_bits=8",
+    "uniform:wire_bits=5",
+    "rotated",
+    "rotated:wire_bits=4,rotations=2,headroom=safe",
+    "raw",
+    "bf16",
+    "fp16",
+)
+CALLS = 5
+
+
+def draw(rank: int, step: int, shape: tuple[int, ...], dtype: Any = F4) -> np.ndarray[Any, Any]:
+    return np.random.default_rng([rank, step]).standard_normal(shape).astype(dtype)
+
+
+def same(mine: Any, other: Any) -> bool:
+    return mine.dtype == other.dtype and mine.shape == other.shape and mine.tobytes() == other.tobytes()
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the steps that are repeated from now on, by all ranks."""
+    steps: list[int] = []
+    begin = Repeat.begin
+
+    def noted(self: Repeat, array: Any, step: int) -> Any:
+        steps.append(step)
+        return begin(self, array, step)
+
+    monkeypatch.setattr(Repeat, "begin", noted)
+    return steps
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(1024,), (7,), (3, 700), (20001,)])
+def test_results_are_those_of_other_calls(
+    codec: str, ranks: int, shape: tuple[int, ...], repeated: list[int]
+) -> None:
+    def calls(comm: gccomm.Communicator) -> list[Any]:
+        found = []
+        for step in range(CALLS):
+            found.append(comm.compressed_allreduce(draw(comm.rank, step, shape), "sum", codec))
+            assert comm.stats.messages >= 2
+            assert comm.stats.float32_bytes == 4 * found[-1].size
+        return found
+
+    found = run(calls, ranks)
+    assert sorted(repeated) == [2] * ranks + [3] * ranks + [4] * ranks
+    repeated.clear()
+    expected = run(lambda comm: by_out(comm, codec, shape), ranks)
+    assert not repeated
+    for mine, others in zip(found, expected, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, others, strict=True))
+
+
+def by_out(comm: gccomm.Communicator, codec: str, shape: tuple[int, ...]) -> list[Any]:
+    """Make the same calls in the usual way."""
+    found = []
+    for step in range(CALLS):
+        x = draw(comm.rank, step, shape)
+        found.append(comm.compressed_allreduce(x, "sum", codec, out=np.empty_like(x)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("codec", ["rotated", "raw", "bf16"])
+def test_dtypes_and_means(dtype: Any, op: str, codec: str, repeated: list[int]) -> None:
+    def calls(comm: gccomm.Communicator) -> list[Any]:
+        return [comm.compressed_allreduce(draw(comm.rank, s, (2, 900), dtype), op, codec) for s in range(4)]
+
+    found = run(calls, 3)
+    assert len(repeated) == 6
+    xs = [draw(rank, 3, (2, 900), dtype) for rank in range(3)]
+    expected, _ = simulate(lambda _step: xs, codec, op=op, steps=4)
+    assert all(same(found[rank][3], expected[rank]) for rank in range(3))
+
+
+def test_ranks_need_not_repeat_together() -> None:
+    """Strided arrays, `out` and traces take the usual way on one rank, and all get the same."""
+
+    def calls(comm: gccomm.Communicator) -> list[Any]:
+        found = []
+        for step in range(8):
+            x = draw(comm.rank, step, (2000,))
+            if step % 3 == comm.rank:
+                x = np.repeat(x, 2)[::2]
+            if step == 5 and comm.rank == 2:
+                found.append(comm.compressed_allreduce(x, "sum", "uniform", out=np.empty_like(x)))
+            elif step == 6 and comm.rank == 1:
+                with timeline.recording():
+                    found.append(comm.compressed_allreduce(x, "sum", "uniform"))
+            else:
+                found.append(comm.compressed_allreduce(x, "sum", "uniform"))
+        return found
+
+    found = run(calls, 3)
+    for step in range(8):
+        xs = [draw(rank, step, (2000,)) for rank in range(3)]
+        expected, _ = simulate(lambda _s, xs=xs: xs, "uniform", op="sum", steps=step + 1)
+        assert all(same(found[rank][step], expected[0]) for rank in range(3))
+
+
+def test_results_are_new_and_inputs_unchanged(repeated: list[int]) -> None:
+    x = draw(0, 0, (1500,))
+    with run_alone() as comm:
+        results = [comm.compressed_allreduce(x, "sum", "uniform:wire_bits=16") for _ in range(5)]
+    assert len(repeated) == 3
+    assert same(x, draw(0, 0, (1500,)))
+    assert len({r.ctypes.data for r in results}) == 5
+    assert all(np.allclose(r, x, atol=1e-3) for r in results)
+
+
+def run_alone() -> gccomm.Communicator:
+    return gccomm.init("local")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_propagate(bad: float, repeated: list[int]) -> None:
+    def calls(comm: gccomm.Communicator) -> Any:
+        for step in range(4):
+            x = draw(comm.rank, step, (2048,))
+            if step == 3 and comm.rank == 1:
+                x[5] = bad
+            y = comm.compressed_allreduce(x, "sum", "rotated")
+        return y
+
+    for y in run(calls, 2):
+        assert np.isnan(y[:1024]).all()
+        assert np.isfinite(y[1024:]).all()
+    assert len(repeated) == 4
+
+
+def test_mismatch_names_ranks_and_the_next_call_works(repeated: list[int]) -> None:
+    def calls(comm: gccomm.Communicator) -> list[str]:
+        texts = []
+        for step in range(6):
+            n = 1001 if step == 4 and comm.rank == 1 else 1000
+            try:
+                comm.compressed_allreduce(draw(comm.rank, step, (n,)), "sum", "uniform", exact_below=0)
+            except gccomm.MismatchError as error:
+                texts.append(str(error))
+        return texts
+
+    first, second = run(calls, 2)
+    assert first == second
+    assert len(first) == 1
+    assert "float32[1000]" in first[0]
+    assert "float32[1001]" in first[0]
+    assert len(repeated) == 3 * 2 + 1  # not by the rank whose array was another one
+
+
+def test_errors_of_another_rank_reach_the_one_that_repeats(repeated: list[int]) -> None:
+    def calls(comm: gccomm.Communicator) -> list[str]:
+        texts = []
+        for step in range(5):
+            x: Any = draw(comm.rank, step, (3000,))
+            if step == 3 and comm.rank == 0:
+                x = np.array(["text"])
+            try:
+                comm.compressed_allreduce(x, "sum", "rotated")
+            except TypeError as error:
+                texts.append(str(error))
+        return texts
+
+    first, second = run(calls, 2)
+    assert first == second
+    assert len(first) == 1
+    assert first[0].startswith("rank 0: ")
+
+
+def test_options_that_are_equal_but_bad_are_still_refused() -> None:
+    with run_alone() as comm:
+        x = draw(0, 0, (1024,))
+        for _ in range(4):
+            comm.compressed_allreduce(x, "sum", "uniform", exact_below=1)
+        for bad in (True, 1.0):
+            with pytest.raises(TypeError, match="exact_below"):
+                comm.compressed_allreduce(x, "sum", "uniform", exact_below=bad)
+
+
+def test_reducer_repeats_between_measured_steps(repeated: list[int]) -> None:
+    def calls(comm: gccomm.Communicator) -> list[Any]:
+        reducer = gccomm.Reducer("rotated", comm=comm)
+        found = []
+        for step in range(20):
+            found.append(reducer(draw(comm.rank, step, (3000,))))
+            assert reducer.step == step + 1
+            assert np.isfinite(reducer.stats.vnmse_estimate)
+        return found
+
+    found = run(calls, 2)
+    assert 16 not in repeated  # a step in which the error is measured
+    assert repeated.count(19) == 2
+    twin = run(lambda comm: as_dicts(comm), 2)
+    for rank in range(2):
+        assert all(same(a, b) for a, b in zip(found[rank], twin[rank], strict=True))
+
+
+def as_dicts(comm: gccomm.Communicator) -> list[Any]:
+    """Make the same calls with the array in a dict of the same key, which is not repeated."""
+    reducer = gccomm.Reducer("rotated", comm=comm)
+    return [reducer({"": draw(comm.rank, step, (3000,))})[""] for step in range(20)]
+
+
+def test_reducer_with_another_layout_or_a_none_in_between(repeated: list[int]) -> None:
+    def calls(comm: gccomm.Communicator) -> None:
+        reducer = gccomm.Reducer("uniform:wire_bits=16", comm=comm, op="sum", exact_below=0)
+        for step in range(12):
+            n = 5000 if step in (7, 8) else 4000
+            x = draw(comm.rank, step, (n,))
+            y = reducer(None if step == 10 and comm.rank == 1 else x)
+            xs = [draw(rank, step, (n,)) for rank in range(1 if step == 10 else comm.size)]
+            assert np.allclose(y, np.sum(xs, axis=0), atol=1e-3)
+
+    run(calls, 2)
+    assert 9 not in repeated  # the key had another layout before
+    assert repeated.count(10) == 1  # by the rank that has an array
+    assert repeated.count(11) == 2
+
+
+def test_what_is_kept_is_bounded() -> None:
+    with run_alone() as comm:
+        for n in range(1100, 1100 + 3 * KEPT):
+            for _ in range(3):
+                comm.compressed_allreduce(np.ones(n, F4), "sum", "uniform")
+        (reduction,) = comm._reductions.values()
+        assert len(reduction.repeats._kept) == KEPT
+
+
+@pytest.mark.parametrize(
+    "codec", ["qsgd-mn", "thc", "intsgd", "topkc", "rotated:headroom=checked", "grandk-mn", "powersgd"]
+)
+def test_other_codecs_are_not_repeated(codec: str, repeated: list[int]) -> None:
+    with run_alone() as comm:
+        for _ in range(4):
+            comm.compressed_allreduce(draw(0, 0, (64, 64)), "sum", codec)
+    assert not repeated
+
+
+def test_steps_of_a_subclass_are_not_repeated(repeated: list[int]) -> None:
+    class Other(Uniform):
+        id = "test-other-steps"
+
+        def steps(self, x: Any, state: Any, ctx: Any) -> Any:
+            return super().steps(x, state, ctx)
+
+    with run_alone() as comm:
+        for codec, count in ((Other(), 0), (get_codec("uniform"), 2)):
+            repeated.clear()
+            for _ in range(4):
+                comm.compressed_allreduce(draw(0, 0, (2000,)), "sum", codec)
+            assert len(repeated) == count
+
+
+def test_memory_that_cannot_be_had_is_reported_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(comm: gccomm.Communicator) -> list[str]:
+        texts = []
+        for step in range(6):
+            x = draw(comm.rank, step, (2000,))
+            if step == 4 and comm.rank == 1:
+                comm._reductions[next(iter(comm._reductions))].repeats._kept[x.shape, x.dtype]._nbytes = -1
+            try:
+                y = comm.compressed_allreduce(x, "sum", "uniform:wire_bits=16")
+                assert y.shape == (2000,)
+            except ValueError as error:
+                texts.append(str(error))
+        return texts
+
+    assert run(calls, 2) == [[], []]  # the usual way is taken, and it works
