@@ -25,8 +25,8 @@ from gccomm.noise import step_key
 from gccomm.pieces import Piece, Wire, scratch
 from gccomm.plan import Plan
 from gccomm.running import Running
-from gccomm.steps import Agree, Buffer, Context, FloatSum, LaneSum, Words
-from gccomm.transfers import FloatAdd, LaneAdd, Maximum, Transfer
+from gccomm.steps import Agree, Buffer, Context, FloatSum, LaneSum, Sum, Words
+from gccomm.transfers import FloatAdd, LaneAdd, Maximum, Transfer, WordAdd
 
 if TYPE_CHECKING:
     from gccomm.options import Place
@@ -136,12 +136,28 @@ class Repeat:
                 twin = self._x.rotated[0].table
                 self._noise.append([twin[name] for name in _KEYS])
         step = running.step
-        if isinstance(step, FloatSum) and step.direct is not None and step.finish is None:
+        if isinstance(step, Sum) and step.size(0, step.blocks) < len(self._words):
+            yield from self._sum(step, wire)
+            running.answer(None)
+        elif isinstance(step, FloatSum) and step.direct is not None and step.finish is None:
             yield from wire.move(FloatAdd(*step.direct, step.dtype), self._nbytes)
             return
         piece = Piece(wire, (running,), self._words, len(self._words), self._room)
         yield from piece.advance()
         self._words = piece.words
+
+    def _sum(self, step: Sum, wire: Wire) -> Generator[Transfer, Any, None]:
+        """Send one message of words."""
+        count = step.size(0, step.blocks)
+        sums = self._words[: count + 1]
+        placed = self._room(4 * count + 4)
+        words = sums if placed is None else placed.view(np.uint32)
+        step.encode(0, step.blocks, words[:count])
+        words[count] = tag = wire.next_tag()
+        yield from wire.move(WordAdd(words, (), None if placed is None else sums), words.nbytes)
+        wire.check(tag, int(sums[count]))
+        step.decode(0, step.blocks, sums[:count])
+        wire.decoded()
 
 
 def _sum_lanes(step: LaneSum, wire: Wire) -> Generator[Transfer, Any, None]:
