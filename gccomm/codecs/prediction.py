@@ -36,7 +36,7 @@ __all__ = ["Observed", "check_prediction", "next_scales", "predicted_steps"]
 
 # The maximum of a block varies by a tenth from step to step, and among 10^4 blocks by a half: predictions
 # settle at twice the usual maximum, so that clamps are rare in large arrays too.
-EDGES = np.array([0.2, 0.35, 0.46, 0.54, 0.64, 1.0])  # of a maximum over its prediction
+EDGES = np.array([0.2, 0.35, 0.46, 0.54, 0.64])  # of a maximum over its prediction, at most 1
 EDGES_32 = EDGES.astype(np.float32)
 FACTORS = np.array([0.5, 0.75, 0.9, 0.98, 1.04, 1.3, 1.0, 1.0])  # of the next prediction, by interval
 FIRST = 2.25  # of the first prediction over the agreed maximum
@@ -128,7 +128,7 @@ class _Predicted:
         self.limit = safe_limit(self.width, self.ctx.size)
         self.counter_bits = next(b for b in (4, 8, 16, 32) if self.ctx.size < 1 << b)
         self.counter_words = COUNTERS * self.counter_bits // 32
-        self.intervals = np.zeros(self.x.blocks, dtype=np.int64)  # the highest that any rank is in
+        self.intervals = np.zeros(self.x.blocks, dtype=np.uint32)  # the highest that any rank is in
         self.own = np.empty(self.x.blocks, dtype=np.uint32)  # this rank's maxima, as scale words
         self.worst = 0
 
@@ -159,7 +159,7 @@ class _Predicted:
         over = own > self.scales
         intervals = self._intervals(own, over)
         if self.counter_bits == 4:
-            np.left_shift(np.uint32(1), (intervals << 2).astype(np.uint32), out=tail[: x.blocks])
+            np.left_shift(np.uint32(1), intervals << np.uint32(2), out=tail[: x.blocks])
         else:
             tail[: -x.count] = self._count(intervals).reshape(-1)
         tail[-x.count :] = 0
@@ -168,23 +168,24 @@ class _Predicted:
             clamped = count_clamped(x, blocks, self.scales, self.rotations)
             tail[-x.count :] = np.minimum(clamped, 0xFFFFFFFF // self.ctx.size)
 
-    def _intervals(self, own: Words, over: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    def _intervals(self, own: Words, over: npt.NDArray[np.bool_]) -> Words:
         """Return the interval of each block's own maximum over its prediction; ``over``: it is beyond it."""
         x, shared = self.x, np.maximum(self.scales, 1)
         mine, edges = (x.scale_values(own), EDGES) if x.float64 else (own.view(np.float32), EDGES_32)
         shared = x.scale_values(shared) if x.float64 else shared.view(np.float32)
         with np.errstate(all="ignore"):
-            found = np.minimum(np.searchsorted(edges, mine / shared), CLAMPED - 1)
+            parts = mine / shared
+            below = [(parts <= edge).view(np.uint8) for edge in edges]
+        found: Words = (len(edges) - sum(below)).astype(np.uint32)
         if over.any():
             found[over] = np.where(x.nonfinite_scales(own[over]), NONFINITE, CLAMPED)
-        intervals: npt.NDArray[np.int64] = found
-        return intervals
+        return found
 
-    def _count(self, intervals: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
+    def _count(self, intervals: Words) -> npt.NDArray[np.uint32]:
         """Return each block's counters, shape (blocks, words), with a one where it belongs."""
         per_word = 32 // self.counter_bits
         words = np.zeros((len(intervals), self.counter_words), dtype=np.uint32)
-        shifts = (intervals % per_word * self.counter_bits).astype(np.uint32)
+        shifts = intervals % np.uint32(per_word) * np.uint32(self.counter_bits)
         words[np.arange(len(intervals)), intervals // per_word] = np.uint32(1) << shifts
         return words
 
@@ -223,18 +224,20 @@ class _Predicted:
         x.report(clamps=int(tail[-x.count :].sum(dtype=np.int64)))
         return np.where(self.intervals == NONFINITE, np.uint32(0x7FF80000), self.scales).astype(np.uint32)
 
-    def _highest(self, counters: Words) -> npt.NDArray[np.int64]:
+    def _highest(self, counters: Words) -> Words:
         """Return the highest counter of each block that is not zero; together they must count all ranks."""
         if self.counter_bits == 4:  # one word: by its highest bit, and the sum of its digits mod 15
             if (counters % np.uint32(15) != self.ctx.size % 15).any() or not counters.all():
                 self._corrupted()
-            return (np.frexp(counters[:, 0].astype(np.float64))[1].astype(np.int64) - 1) >> 2
+            # The digits add up to at most 15, so float32 does not round one up to the next power of 2.
+            exponents = (counters[:, 0].astype(np.float32).view(np.uint32) >> np.uint32(23)) - np.uint32(127)
+            return exponents >> np.uint32(2)
         shifts = np.arange(0, 32, self.counter_bits, dtype=np.uint32)
         mask = np.uint32((1 << self.counter_bits) - 1)
         counts = (counters[:, :, None] >> shifts & mask).reshape(len(counters), COUNTERS)
         if (counts.sum(axis=1, dtype=np.uint64) != self.ctx.size).any():
             self._corrupted()
-        highest: npt.NDArray[np.int64] = COUNTERS - 1 - np.argmax(counts[:, ::-1] != 0, axis=1)
+        highest: Words = (COUNTERS - 1 - np.argmax(counts[:, ::-1] != 0, axis=1)).astype(np.uint32)
         return highest
 
     def _corrupted(self) -> None:
