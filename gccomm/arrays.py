@@ -41,9 +41,10 @@ def view(x: Any, /) -> View:
     ----------
     x : array or scalar
         A NumPy array (read-only, strided, byte-swapped, 0-d and empty ones too) or scalar; a Python bool, int
-        (reduced as int64), float or complex; a JAX array or torch tensor on the CPU; an object with the
-        buffer protocol (`array.array`, `memoryview`, `bytearray`); or anything on the CPU that speaks DLPack.
-        float16, bfloat16, float32, float64, complex64, complex128, bool and integers of 8 to 64 bits.
+        (reduced as int64), float or complex; a JAX array or torch tensor; a CuPy array; an object with the
+        buffer protocol (`array.array`, `memoryview`, `bytearray`); or anything on the CPU or a CUDA device
+        that speaks DLPack, or has CUDA's array interface. float16, bfloat16, float32, float64, complex64,
+        complex128, bool and integers of 8 to 64 bits.
 
     Returns
     -------
@@ -55,7 +56,9 @@ def view(x: Any, /) -> View:
     TypeError
         An object, dtype or kind of array that cannot be reduced; the text says what to pass instead.
     BufferError
-        The array lies in GPU memory.
+        The array lies in GPU memory, and CuPy is not installed, or the GPU is no CUDA device.
+    BackendError
+        There is no such CUDA device.
     ValueError
         A JAX array that has been deleted or donated.
     OverflowError
@@ -86,6 +89,10 @@ def _find_handler(kind: type) -> Callable[[Any], View]:
         from gccomm.interop import torch
 
         handler = torch.handler_for(kind)
+    if handler is None and "cupy" in sys.modules:
+        from gccomm.interop import device
+
+        handler = device.cupy_handler(kind)
     if handler is None:
         return host.view_other  # not kept: its answer hangs on the object, not on the type alone
     _HANDLERS[kind] = handler
@@ -97,8 +104,8 @@ def out_view(out: Any, like: View, /) -> View:
 
     Parameters
     ----------
-    out : numpy.ndarray or torch.Tensor
-        Writeable, on the CPU, with the shape and dtype of `like` (byte order and layout may differ).
+    out : numpy.ndarray, cupy.ndarray or torch.Tensor
+        Writeable, on the device of `like`, with its shape and dtype (byte order and layout may differ).
     like : View
         View of the input.
 
@@ -111,27 +118,25 @@ def out_view(out: Any, like: View, /) -> View:
     Raises
     ------
     TypeError
-        Not a NumPy array or torch tensor: JAX arrays, for instance, cannot be written.
+        Not a NumPy or CuPy array or torch tensor: JAX arrays, for instance, cannot be written.
     ValueError
-        Shape or dtype is not that of `like`, or a tensor requires a gradient.
+        Shape, dtype or device is not that of `like`, or a tensor requires a gradient.
     BufferError
-        Read-only memory, or elements that share memory with each other, or GPU memory.
+        Read-only memory, or elements that share memory with each other.
     """
+    there = None if type(out) is np.ndarray else _device_out(out)
+    if there is not None:
+        _require_like(there.shape, there.user_dtype, there.device, like)
+        if there._target is not None and _strides_overlap(*there._target[1:4]):
+            raise _overlapping(out, there._target.strides)
+        return there
     memory, form, written = _host_out(out)
-    if memory.shape != like.shape or form.user_dtype != like.user_dtype:
-        message = (
-            f"`out` of dtype {form.user_dtype}, shape {memory.shape} cannot take a result of "
-            f"dtype {like.user_dtype}, shape {like.shape}"
-        )
-        raise ValueError(message)
+    _require_like(memory.shape, form.user_dtype, "cpu", like)
     if not memory.flags.writeable:
         message = f"`out` is read-only: {describe(out)}"
         raise BufferError(message)
-    if _self_overlaps(memory):
-        message = (
-            f"elements of `out` share memory with each other (strides {memory.strides}): {describe(out)}"
-        )
-        raise BufferError(message)
+    if _strides_overlap(memory.itemsize, memory.shape, memory.strides):
+        raise _overlapping(out, memory.strides)
     kind = "numpy" if isinstance(out, np.ndarray) else "torch"
     if in_order(memory):
         result = make_view(out, memory, form, kind, _fill)
@@ -142,11 +147,41 @@ def out_view(out: Any, like: View, /) -> View:
     return result
 
 
+def _require_like(shape: tuple[int, ...], dtype: str, device: str, like: View) -> None:
+    if shape != like.shape or dtype != like.user_dtype or device != like.device:
+        where = "" if device == like.device else f" on {device}"
+        there = "" if device == like.device else f" on {like.device}"
+        message = (
+            f"`out` of dtype {dtype}, shape {shape}{where} cannot take a result of "
+            f"dtype {like.user_dtype}, shape {like.shape}{there}"
+        )
+        raise ValueError(message)
+
+
+def _overlapping(out: Any, strides: tuple[int, ...]) -> BufferError:
+    return BufferError(f"elements of `out` share memory with each other (strides {strides}): {describe(out)}")
+
+
 def _fill(view: View, result: Array) -> Any:
     if result is not view.data:
         view.data[...] = result
     view.commit()
     return view.owner
+
+
+def _device_out(out: Any) -> View | None:
+    """Return the view of an output on a device; None for one on the host."""
+    if "torch" in sys.modules:
+        from gccomm.interop import torch
+
+        tensor: View | None = torch.cuda_out(out)
+        if tensor is not None:
+            return tensor
+    if "cupy" in sys.modules:
+        from gccomm.interop import device
+
+        return device.cupy_out(out)
+    return None
 
 
 def _host_out(out: Any) -> tuple[Array, Format, Callable[[Any], None] | None]:
@@ -163,22 +198,22 @@ def _host_out(out: Any) -> tuple[Array, Format, Callable[[Any], None] | None]:
         tensor = torch.host_out(out)
         if tensor is not None:
             return *tensor, torch.mark_written
-    why = "`out` must be a writeable numpy.ndarray or a torch tensor on the CPU"
+    why = "`out` must be a writeable numpy.ndarray, a torch tensor or a cupy.ndarray"
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(out, jax.Array):
         why = f"JAX arrays are immutable; {why}, or leave `out` away"
     raise refuse(out, why)
 
 
-def _self_overlaps(array: Array) -> bool:
+def _strides_overlap(item_bytes: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Tell whether two elements of an array share memory, as in a broadcast array."""
-    axes = sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1)
-    if array.size == 0:
+    axes = sorted((abs(stride), n) for stride, n in zip(strides, shape, strict=True) if n > 1)
+    if 0 in shape:
         return False
-    reach = array.itemsize  # bytes that the axes so far span
+    reach = item_bytes  # bytes that the axes so far span
     for stride, n in axes:
         if stride < reach:
-            return stride == 0 or _offsets_collide(axes, array.itemsize)
+            return stride == 0 or _offsets_collide(axes, item_bytes)
         reach += stride * (n - 1)
     return False
 
@@ -199,4 +234,4 @@ def overlaps(a: View, b: View, /) -> bool:
     """
     if not (a.data.nbytes and b.data.nbytes):
         return False
-    return a.pointer < b.pointer + b.data.nbytes and b.pointer < a.pointer + a.data.nbytes
+    return bool(a.pointer < b.pointer + b.data.nbytes and b.pointer < a.pointer + a.data.nbytes)

@@ -98,7 +98,7 @@ class Batch:
         self.address = self.source = kernels.address(table)
         self.count = len(self.segments)
         self.specs = [specs[s.leaf] for s in self.segments]
-        self.kernels: Any = kernels.of_device(self.specs[0].device)
+        self.kernels: Any = kernels.of_device(self.specs[0].worked_on)
         self.geometries = geometries = [Geometry.of(spec.row_shape) for spec in self.specs]
         pairs = list(zip(geometries, self.segments, strict=True))
         self.lengths = np.concatenate([g.lengths(s.start, s.blocks) for g, s in pairs])

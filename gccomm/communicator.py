@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gccomm import arrays, kernels, trees
+from gccomm import arrays, kernels, on_device, trees
 from gccomm.agreement import Call, digest
 from gccomm.backends import Backend, room_of
 from gccomm.checks import check_options, integer
@@ -22,6 +22,7 @@ from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome, rendezvous
 from gccomm.errors import BackendError, CollectiveTimeout, NegotiationError
 from gccomm.hosts import Hosts
+from gccomm.interop import order
 from gccomm.interrupts import HoldInterrupts
 from gccomm.reduction import Attempt, Options, Place, Reduction
 from gccomm.repeats import Repeat
@@ -136,8 +137,9 @@ class Communicator:
             reduction, error = self._reduction(op, codec, exact_below, nonfinite)
             error = error or self.refusal()
             tree, into = snapshot(x), snapshot(out)
+            when = order.moment((tree, into))
             task = self.submit(
-                lambda: self._reduce(reduction, tree, into, error),
+                lambda: self._reduce(reduction, tree, into, error, when),
                 f"compressed_allreduce_async on {self!r}",
             )
         return Work(task, self._shared.get("worker"), self._deliver, self.rank)
@@ -158,14 +160,14 @@ class Communicator:
             call.policy = f"root={root}"
             keys, values, treedef = trees.flatten(x)
             views = [None if v is None else arrays.view(v) for v in values]
+            order.begin(views)
             lines = [_line(k, v) for k, v in zip(keys, views, strict=True)]
             call.layout, call.leaves = digest("\n".join(lines)), lambda: lines
             buffers = [None if v is None else _copy(v) for v in views]
         except Exception as error:
             call.error = error
         self._plain(call, self._broadcast(call, [b for b in buffers if b is not None], root))
-        pairs = zip(views, buffers, strict=True)
-        return trees.unflatten(treedef, [None if v is None else v.wrap(b) for v, b in pairs])
+        return on_device.broadcast_results(treedef, views, buffers)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -230,7 +232,14 @@ class Communicator:
             done = self._reduce(reduction, tree, out, error)
         return self._deliver(done)
 
-    def _reduce(self, reduction: Reduction, tree: Any, out: Any, error: BaseException | None) -> Done:
+    def _reduce(
+        self,
+        reduction: Reduction,
+        tree: Any,
+        out: Any,
+        error: BaseException | None,
+        when: order.Moment | None = None,
+    ) -> Done:
         if reduction.reducer == 0:
             reduction.step = self._step
         if out is None and error is None:
@@ -244,12 +253,12 @@ class Communicator:
             attempt.commit(outcome)
             if reduction.reducer == 0:
                 self._step += 1
-            done = Done(attempt.deliver(), outcome.stats, attempt.notes)
+            done = Done(attempt.deliver(), outcome.stats, attempt.notes, attempt.handover)
             if out is None:
                 reduction.repeats.keep(attempt, tree)
             return done
 
-        return self.attempt(reduction, tree, finish, out=out, error=error)
+        return self.attempt(reduction, tree, finish, out=out, error=error, when=when)
 
     def _repeat(self, reduction: Reduction, repeat: Repeat, array: Any) -> Done | None:
         """Repeat a call that was made before; None where it cannot begin: the usual way then reports why."""
@@ -276,6 +285,8 @@ class Communicator:
     def _deliver(self, done: Done) -> Any:
         """Return a call's result in the thread of the caller, who is warned where he should be."""
         self.stats = done.stats
+        if done.handover is not None:
+            done.handover()
         for note in done.notes:
             warnings.warn(note, stacklevel=4)
         return done.result
@@ -289,13 +300,14 @@ class Communicator:
         out: Any = None,
         error: BaseException | None = None,
         part: str = "",
+        when: order.Moment | None = None,
     ) -> T:
         """Make a call of a reduction, or ``part`` of one, in the thread whose turn it is; return what
-        ``finish`` does.
+        ``finish`` does. ``when`` it was asked for says what arrays of devices come after.
         """
         # The caller's error state is his own: numbers out of range are data here, on every rank.
         with np.errstate(all="ignore"):
-            attempt = reduction.start(None if error else tree, self._place, out=out)
+            attempt = reduction.start(None if error else tree, self._place, out=out, when=when)
             attempt.call.communicator = self._number
             attempt.call.policy += part
             attempt.call.error = error or attempt.call.error

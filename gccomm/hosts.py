@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from gccomm import kernels
+from gccomm import kernels, memory
 from gccomm.kernels.table import DTYPE_CODES
 from gccomm.pieces import Moves, Wire
 from gccomm.steps import Buffer, FloatName
@@ -118,15 +118,16 @@ class HostPart:
     def adopt(self) -> None:
         """Make the host's sum the operand's input, or nothing where another rank speaks."""
         x = self.x
+        total = None if self.total is None else memory.moved(self.total, x.specs[0].worked_on)
         table = x.table.copy()
         table["src"], table["dtype"] = 0, DTYPE_CODES[self.dtype]
-        if self.total is None:
+        if total is None:
             table["res_in"] = x.table["res_in"] = 0
         else:
             starts = (np.cumsum(x.lengths) - x.lengths)[x.bounds[:-1]]
             before = [g.offset(s.start) for g, s in zip(x.geometries, x.segments, strict=True)]
             inside = (starts - np.array(before)) * self._item.itemsize
-            table["src"] = inside.astype(np.uint64) + np.uint64(kernels.address(self.total))
+            table["src"] = inside.astype(np.uint64) + np.uint64(memory.address(total))
         x.read_from(table)
         self.send = self.send[:0]
-        x.alive = self.total
+        x.alive = total

@@ -111,13 +111,16 @@ class LeafSpec:
     feedback: bool = False
     device: str = "cpu"
 
-    def text(self) -> str:
-        """Return one line that is equal on all ranks."""
+    def text(self, place: int = 0) -> str:
+        """Return one line that is equal on all ranks; ``place`` counts the devices of its kind in the tree,
+        whose numbers are each rank's own.
+        """
         op = "mean" if self.mean else "sum"
         kind = f"complex of {self.dtype}" if self.row_shape != self.shape else self.dtype
         extent = "x".join(map(str, self.shape)) or "scalar"
         feedback = ", error feedback" if self.feedback else ""
-        device = "" if self.device == "cpu" else f" on {self.device}"
+        device = "" if self.device == "cpu" else f" on {self.device.partition(':')[0]}"
+        device += f" device {place + 1}" if place else ""
         return f"{self.key!r}: {kind}[{extent}]{device}, {op}, {self.route!r}{feedback}"
 
     def load(self, lane_sums: bool) -> tuple[float, int]:
@@ -128,6 +131,16 @@ class LeafSpec:
         if lane_sums and self.route.sums_lanes and self.device == "cpu":
             return 1 / 64, 0
         return self.route.weight(self.item_bytes), self.item_bytes
+
+    @property
+    def staged(self) -> bool:
+        """Whether it lies on a device that has no kernels for its codec: the host does the work."""
+        return self.device != "cpu" and not self.route.on_devices
+
+    @property
+    def worked_on(self) -> str:
+        """The device whose kernels do the work."""
+        return "cpu" if self.staged else self.device
 
     @property
     def item_bytes(self) -> int:

@@ -46,6 +46,8 @@ class Plan:
     ----------
     plain : int
         Number of pieces, the first ones, in which every rank sends its own.
+    devices : list of str
+        Devices of leaves but for the CPU, in the order of the tree: their numbers are this rank's own.
 
     Raises
     ------
@@ -66,6 +68,7 @@ class Plan:
         lane_sums: bool = False,
     ) -> None:
         self.specs, self.nones, self.lane_sums = tuple(specs), tuple(nones), lane_sums
+        self.devices = [name for name in dict.fromkeys(s.device for s in specs) if name != "cpu"]
         self.geometries = [Geometry.of(spec.row_shape) for spec in specs]
         for codec, item_bytes in {(spec.route, spec.item_bytes) for spec in specs}:
             codec.require_size(hosts if hosts and codec.rounds else size, item_bytes)
@@ -98,7 +101,10 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return one line a leaf: what the layout digest covers."""
-        return [spec.text() for spec in self.specs] + [f"{key!r}: None" for key in self.nones]
+        places = {device: place for place, device in enumerate(self.devices)}
+        return [spec.text(places.get(spec.device, 0)) for spec in self.specs] + [
+            f"{key!r}: None" for key in self.nones
+        ]
 
     def _operands(self, pieces: list[list[list[Range]]]) -> list[list[Operand]]:
         made, position = [], 0

@@ -22,6 +22,7 @@ from gccomm import trees
 from gccomm.communicator import Communicator
 from gccomm.engine import Outcome
 from gccomm.errors import BackendError, CollectiveTimeout, GccommError, MismatchError
+from gccomm.interop import order
 from gccomm.layout import ITEM_BYTES
 from gccomm.reduction import PLAN_CACHE, Attempt, Reduction
 from gccomm.stats import Stats
@@ -45,6 +46,8 @@ class _Step:
         This rank's own, to be shared with the others in the next bucket.
     failed : bool
         A bucket has failed, on all ranks.
+    when : Moment or None
+        What arrays of devices come after.
     attempts, stats : list of Attempt, Stats
         What buckets have come to.
     tasks : list of Task
@@ -59,6 +62,7 @@ class _Step:
         self.sent = 0
         self.error: BaseException | None = None
         self.failed = False
+        self.when: order.Moment | None = None
         self.attempts: list[Attempt] = []
         self.stats = Stats()
         self.tasks: list[Task] = []
@@ -101,6 +105,7 @@ class Pushes:
             if step.error is None:
                 step.pushed[key] = None
                 step.ready[key] = snapshot(value)
+                step.when = order.moment(step.ready[key], step.when)
                 self._send_complete(step)
 
     def wait(self) -> Done:
@@ -181,11 +186,19 @@ class Pushes:
         number, count = step.sent, max(len(self._buckets), 1)
         part = f", pushed: bucket {number} of {count}" if self._buckets else ", pushed: all at once"
         text = f"bucket {number} of {count} of step {self._reduction.step} of {self._comm!r}"
-        step.tasks.append(self._comm.submit(lambda: self._reduce(step, tree, error, part), text))
+        when = None if step.when is None else step.when.copy()
+        step.tasks.append(self._comm.submit(lambda: self._reduce(step, tree, error, part, when), text))
 
     # In the communication thread
 
-    def _reduce(self, step: _Step, tree: dict[str, Any], error: BaseException | None, part: str) -> None:
+    def _reduce(
+        self,
+        step: _Step,
+        tree: dict[str, Any],
+        error: BaseException | None,
+        part: str,
+        when: order.Moment | None,
+    ) -> None:
         if step.failed:
             return
         step.failed = True  # until it is known better
@@ -195,7 +208,7 @@ class Pushes:
             step.attempts.append(attempt)
             step.stats.add(outcome.stats)
 
-        self._comm.attempt(self._reduction, tree, finish, error=error, part=part)
+        self._comm.attempt(self._reduction, tree, finish, error=error, part=part, when=when)
         step.failed = False
 
     def _end(self, step: _Step) -> Done:
@@ -213,7 +226,9 @@ class Pushes:
             notes += attempt.notes
         self._learn(step, results)
         pushed = [*step.pushed, *(key for key in results if key not in step.pushed)]
-        return Done({key: results[key] for key in pushed}, step.stats, notes)
+        handovers = [attempt.handover for attempt in step.attempts if attempt.handover is not None]
+        handover = order.Handovers(handovers) if handovers else None
+        return Done({key: results[key] for key in pushed}, step.stats, notes, handover)
 
     def _learn(self, step: _Step, results: Mapping[str, Any]) -> None:
         """Take the keys of the first step into the order, and those that are new later."""

@@ -14,7 +14,7 @@ from gccomm.communicator import Communicator
 from gccomm.errors import GccommError
 from gccomm.pushes import Pushes
 from gccomm.reduction import KeyState, Options, Reduction
-from gccomm.remembered import known_from, state_from
+from gccomm.remembered import known_from, layout_of, state_from
 from gccomm.stats import Stats
 
 __all__ = ["Reducer"]
@@ -192,6 +192,8 @@ class Reducer:
         """
         done = self._pushes.wait()
         self.stats = self.comm.stats = done.stats
+        if done.handover is not None:
+            done.handover()
         for note in done.notes:
             warnings.warn(note, stacklevel=2)
         return dict(done.result)
@@ -216,9 +218,9 @@ class Reducer:
                 "version": STATE_VERSION,
                 "step": r.step,
                 "seed": r.options.seed,
-                "layouts": {key: list(known.leaf[1:]) for key, known in r.known.items()},
+                "layouts": {key: layout_of(known) for key, known in r.known.items()},
                 "states": {key: _plain(state) for key, state in r.states.items()},
-                "residuals": {key: value.copy() for key, value in r.residuals.items()},
+                "residuals": {key: np.array(value) for key, value in r.residuals.items()},
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

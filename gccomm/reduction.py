@@ -9,23 +9,25 @@ it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gccomm import arrays, kernels, timeline, trees
+from gccomm import arrays, kernels, memory, timeline, trees
 from gccomm.agreement import Call, digest
-from gccomm.codecs.base import State, state_digest
+from gccomm.codecs.base import state_digest
 from gccomm.codecs.exact import Integers, TwoWords
 from gccomm.engine import Job, Outcome, reduce
 from gccomm.errors import NegotiationError, NonFiniteError
+from gccomm.interop import order
 from gccomm.lanes import rank_shift
 from gccomm.layout import LeafSpec
+from gccomm.on_device import DeviceCall
 from gccomm.options import Options, Place
 from gccomm.plan import Plan
-from gccomm.remembered import STORAGE, KeyState, Known, Leaf
+from gccomm.remembered import STORAGE, KeyState, Known, Leaf, next_states, states_of
 from gccomm.repeats import Repeats
 from gccomm.stats import Measured, Stats
 from gccomm.steps import Buffer, Context
@@ -127,11 +129,11 @@ class Reduction:
         own = codec.fingerprint == state.codec
         return f"{key!r}: {state.codec} {(codec.state_text if own else state_digest)(state.values)}"
 
-    def start(self, tree: Any, place: Place, *, out: Any = None) -> Attempt:
+    def start(self, tree: Any, place: Place, *, out: Any = None, when: order.Moment | None = None) -> Attempt:
         """Prepare a call on ``tree``; communicates nothing and raises nothing but interrupts."""
         attempt = Attempt(self, place)
         try:
-            attempt.prepare(tree, out)
+            attempt.prepare(tree, out, when)
         except Exception as error:
             attempt.call.error = error
         return attempt
@@ -209,8 +211,10 @@ class Attempt:
         self._treedef: Any = None
         self.measures = self._lane_sums = False
         self._absent: set[int] = set()  # leaves that no rank has a value for
+        self._devices: DeviceCall | None = None
+        self.handover: Callable[[], None] | None = None  # what the thread of the caller is to do
 
-    def prepare(self, tree: Any, out: Any) -> None:
+    def prepare(self, tree: Any, out: Any, when: order.Moment | None = None) -> None:
         """Look at the arrays, plan, allocate and bind."""
         keys, values, self._treedef = trees.flatten(tree)
         self._values = list(values)
@@ -223,6 +227,8 @@ class Attempt:
         self.call.missing = None in self._views
         self._check_operations(plan)
         self._outs = self._look_at_out(out, keys)
+        if plan.devices:
+            self._devices = DeviceCall(plan, self._views, self._outs, when)
         self._bind(plan)
         self._check_finite(plan)
         if self.spans is not None:
@@ -256,7 +262,7 @@ class Attempt:
                 self._leaves.append(Leaf(key, view.dtype, view.shape, view.row_shape, view.device))
                 self._views.append(view)
             elif key in self.reduction.known:
-                self._leaves.append(self.reduction.known[key].leaf)
+                self._leaves.append(self.reduction.known[key].placed())
                 self._views.append(None)
             else:
                 nones.append(key)
@@ -284,13 +290,16 @@ class Attempt:
         count = len(self._leaves)
         src, dst, res_in, res_out = np.zeros((4, count), dtype=np.uint64)
         integers = any(spec.dtype not in FLOATS for spec in plan.specs)
+        address = kernels.address if self._devices is None else memory.address
         for i, (leaf, view) in enumerate(zip(self._leaves, self._views, strict=True)):
             src[i] = view.pointer if view is not None else 0
             result = self._result(i, leaf, plan.specs[i], integers)
             self._results.append(result)
-            dst[i] = kernels.address(result)
+            dst[i] = address(result)
             if plan.specs[i].feedback:
-                res_in[i], res_out[i] = self._residual(leaf)
+                res_in[i], res_out[i] = self._residual(leaf, plan.specs[i].worked_on)
+        if self._devices is not None:
+            src[:] = [self._devices.source(i) for i in range(count)]
         hosts = self.place.hosts
         own = self.place.rank if hosts is None else hosts.host  # whose noise, where ranks have their own
         plan.bind(self.reduction.step, own, src, dst, (res_in, res_out))
@@ -306,7 +315,7 @@ class Attempt:
             sums_lanes=self._lane_sums,
         )
         have = [view is not None for view in self._views]
-        states = self._states(plan)
+        states = states_of(plan.specs, self.reduction.states)
         whole, measure = not self.place.one_host, self.measures
         room, spans = self.place.room, self.spans
         self.job = Job(
@@ -321,22 +330,17 @@ class Attempt:
             hosts=hosts,
         )
 
-    def _states(self, plan: Plan) -> dict[int, State]:
-        """Return the states of this call's leaves, as far as they fit their layouts."""
-        found = {}
-        for i, spec in enumerate(plan.specs):
-            state = self.reduction.states.get(spec.key) if spec.route.stateful else None
-            if state is not None and state[:3] == (spec.dtype, spec.row_shape, spec.route.fingerprint):
-                found[i] = state.values
-        return found
-
     def _result(self, i: int, leaf: Leaf, spec: LeafSpec, integers: bool) -> Buffer:
         """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""
         out = self._outs[i]
-        if out is not None and not integers and not self._collides(i, out, spec):
-            return out.data
+        if out is not None and not integers and not spec.staged and not self._collides(i, out, spec):
+            data: Buffer = out.data
+            return data
         dtype = STORAGE.get(leaf.dtype) or np.dtype(leaf.dtype)
-        return kernels.pool_empty(leaf.size * dtype.itemsize).view(dtype)
+        if self._devices is None:
+            return kernels.pool_empty(leaf.size * dtype.itemsize).view(dtype)
+        made: Buffer = memory.empty(spec.worked_on, leaf.size, dtype)
+        return made
 
     def _collides(self, i: int, out: arrays.View, spec: LeafSpec) -> bool:
         """Whether writing ``out`` early could change an input still to be read, or another ``out``."""
@@ -350,7 +354,7 @@ class Attempt:
         others = (o for j, o in enumerate(self._outs) if o is not None and j != i)
         return read or any(arrays.overlaps(out, o) for o in others)
 
-    def _residual(self, leaf: Leaf) -> tuple[int, int]:
+    def _residual(self, leaf: Leaf, device: str) -> tuple[int, int]:
         """Return the addresses of a key's residual and of the memory for the next one."""
         dtype = np.dtype(np.float64 if leaf.dtype == "float64" else np.float32)
         size = leaf.size
@@ -360,12 +364,13 @@ class Attempt:
             self._changed.append(f"{leaf.key!r} changed to {leaf.dtype}{list(leaf.shape)}")
             old = None
         if old is not None:
+            old = memory.moved(old, device)
             self._old_residuals.append(old)
-        new = kernels.pool_empty(size * dtype.itemsize).view(dtype)
+        new = memory.empty(device, size, dtype)
         if self.place.hosts is not None:
             new[...] = 0  # of what other ranks of the host speak for
         self._residuals[leaf.key] = new
-        return (kernels.address(old) if old is not None and size else 0), kernels.address(new)
+        return (memory.address(old) if old is not None and size else 0), memory.address(new)
 
     def _direct(self, plan: Plan) -> None:
         """Let a float sum read and write an array in place of a copy, where a piece is one range of one
@@ -375,7 +380,7 @@ class Attempt:
             x.forget()
             segment = x.segments[0]
             view, spec = self._views[segment.leaf], plan.specs[segment.leaf]
-            if x.count == 1 and view is not None and not spec.feedback:
+            if x.count == 1 and view is not None and not spec.feedback and spec.device == "cpu":
                 lo = plan.geometries[segment.leaf].offset(segment.start)
                 hi = plan.geometries[segment.leaf].offset(segment.start + segment.blocks)
                 x.direct = spec.dtype, view.data[lo:hi], self._results[segment.leaf][lo:hi]
@@ -393,6 +398,8 @@ class Attempt:
     def release(self) -> None:
         """Let go of the arrays that the cached plan refers to; the call is over."""
         self._let_go()
+        if self._devices is not None:
+            self._devices.end()
         if self.spans is not None:
             self.spans.close()
 
@@ -414,7 +421,9 @@ class Attempt:
         self._let_go()
         if outcome.error is not None:
             raise outcome.error
-        self._found = self._next_states(outcome.parts, states) if self.reduction.remember else {}
+        assert self.plan is not None
+        if self.reduction.remember:  # before anything is taken over
+            self._found = next_states(self.plan.specs, outcome.parts, states)
         if outcome.present is not None:  # None everywhere stays None, and keeps its residual
             self._absent = {
                 i for i, here in enumerate(outcome.present) if not here and self._views[i] is None
@@ -439,38 +448,33 @@ class Attempt:
         """The leaves that are not None on all ranks, in the order of the tree."""
         return self._leaves
 
-    def _next_states(
-        self, parts: Mapping[int, list[Any]], states: Mapping[int, State]
-    ) -> dict[str, KeyState]:
-        """Let codecs make their next states, before anything is taken over."""
-        found: dict[str, KeyState] = {}
-        if not parts:
-            return found
-        assert self.plan is not None
-        for leaf, returned in parts.items():
-            spec = self.plan.specs[leaf]
-            values = spec.route.next_state(states.get(leaf), returned)
-            if values is not None:
-                layout = spec.dtype, spec.row_shape, spec.route.fingerprint
-                found[spec.key] = KeyState(*layout, values)
-        return found
-
     def deliver(self) -> Any:
         """Return the result tree. What fails here (a full memory, say) fails on this rank alone."""
         reduction, values = self.reduction, self._values
         if self.spans is not None:
             self.spans.mark()
+        if self._devices is not None:
+            self._devices.bring(self._results)
         for i, slot in enumerate(self._slots):
             if i in self._absent:
                 continue
             values[slot] = self._deliver(i)
             view = self._views[i]
             if reduction.remember and view is not None and self._is_new(i):
-                reduction.known[self._leaves[i].key] = Known(self._leaves[i], view.detached().wrap)
+                reduction.known[self._leaves[i].key] = Known(
+                    self._leaves[i], view.detached().wrap, library=view.library
+                )
+        if self._devices is not None:
+            self.handover = self._devices.hand_over(self._results, self._libraries())
         result = trees.unflatten(self._treedef, values)
         if self.spans is not None:
             self.spans.phase("deliver")
         return result
+
+    def _libraries(self) -> list[str]:
+        """Return the library whose stream is to come after each leaf's result."""
+        known, pairs = self.reduction.known, zip(self._leaves, self._views, strict=True)
+        return [known[leaf.key].library if view is None else view.library for leaf, view in pairs]
 
     def _is_new(self, i: int) -> bool:
         known = self.reduction.known.get(self._leaves[i].key)

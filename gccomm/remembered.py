@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gccomm.codecs.base import State
-from gccomm.layout import ITEM_BYTES
+from gccomm.layout import ITEM_BYTES, LeafSpec
 from gccomm.steps import Buffer
 
-__all__ = ["STORAGE", "KeyState", "Known", "Leaf", "known_from", "state_from"]
+__all__ = [
+    "STORAGE",
+    "KeyState",
+    "Known",
+    "Leaf",
+    "known_from",
+    "layout_of",
+    "next_states",
+    "state_from",
+    "states_of",
+]
 
 STORAGE = {"bfloat16": np.dtype(np.uint16)}
 
@@ -34,11 +44,22 @@ class Leaf(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is remembered of a key: layout, the way to make a result, and whether a checkpoint says so."""
+    """What is remembered of a key: layout, the way to make a result, whether a checkpoint says so, and on a
+    device the library whose stream is to come after results.
+    """
 
     leaf: Leaf
     wrap: Callable[[Buffer], Any]
     restored: bool = False
+    library: str = ""
+
+    def placed(self) -> Leaf:
+        """Return the leaf with a device of this process: a checkpoint names its kind alone."""
+        if self.leaf.device != "cuda":
+            return self.leaf
+        from gccomm.kernels.cuda.on_cupy import current_device
+
+        return self.leaf._replace(device=f"cuda:{current_device()}")
 
 
 class KeyState(NamedTuple):
@@ -50,8 +71,32 @@ class KeyState(NamedTuple):
     values: State
 
 
+def states_of(specs: Sequence[LeafSpec], states: Mapping[str, KeyState]) -> dict[int, State]:
+    """Return the states of a call's leaves, as far as they fit their layouts."""
+    found = {}
+    for i, spec in enumerate(specs):
+        state = states.get(spec.key) if spec.route.stateful else None
+        if state is not None and state[:3] == (spec.dtype, spec.row_shape, spec.route.fingerprint):
+            found[i] = state.values
+    return found
+
+
+def next_states(
+    specs: Sequence[LeafSpec], parts: Mapping[int, list[Any]], states: Mapping[int, State]
+) -> dict[str, KeyState]:
+    """Let codecs make their next states of what they returned, by leaf."""
+    found: dict[str, KeyState] = {}
+    for leaf, returned in parts.items():
+        spec = specs[leaf]
+        values = spec.route.next_state(states.get(leaf), returned)
+        if values is not None:
+            found[spec.key] = KeyState(spec.dtype, spec.row_shape, spec.route.fingerprint, values)
+    return found
+
+
 def known_from(key: str, layout: Sequence[Any]) -> Known:
-    """Return the entry of ``Reduction.known`` for a layout out of a checkpoint; results are NumPy arrays.
+    """Return the entry of ``Reduction.known`` for a layout out of a checkpoint; results are NumPy arrays, on
+    a device CuPy's.
 
     Raises
     ------
@@ -61,6 +106,8 @@ def known_from(key: str, layout: Sequence[Any]) -> Known:
     try:
         dtype, shape, row_shape, device = layout
         leaf = Leaf(key, str(dtype), tuple(map(int, shape)), tuple(map(int, row_shape)), str(device))
+        if leaf.device not in ("cpu", "cuda"):
+            raise ValueError(f"there is no kind of device {leaf.device!r}")
         if leaf.dtype not in ITEM_BYTES or min((*leaf.shape, *leaf.row_shape), default=0) < 0:
             raise ValueError("unknown dtype or negative extent")
         template = np.zeros(1, STORAGE.get(leaf.dtype) or leaf.dtype)
@@ -74,7 +121,19 @@ def known_from(key: str, layout: Sequence[Any]) -> Known:
             import ml_dtypes
 
             user = np.dtype(ml_dtypes.bfloat16)
-    return Known(leaf, lambda result: result.view(user).reshape(leaf.shape), restored=True)
+    if leaf.device == "cpu":
+        return Known(leaf, lambda result: result.view(user).reshape(leaf.shape), restored=True)
+
+    def on_device(result: Any) -> Any:
+        return result.queue.ndarray(result.address, result.nbytes, leaf.shape, user, result.owner)
+
+    return Known(leaf, on_device, restored=True, library="cupy")
+
+
+def layout_of(known: Known) -> list[Any]:
+    """Return the layout of a key for a checkpoint: the same on all ranks."""
+    leaf = known.leaf
+    return [leaf.dtype, leaf.shape, leaf.row_shape, leaf.device.partition(":")[0]]
 
 
 def state_from(key: str, saved: Any) -> KeyState:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gccomm import kernels
+from gccomm import memory
 from gccomm.layout import BLOCK
 
 if TYPE_CHECKING:
@@ -87,15 +87,19 @@ class Sketch:
         self.exponent = 0  # of two, above the largest input
         self.steps = np.zeros(x.blocks, dtype=np.longdouble)
         self.starts = np.cumsum(x.lengths) - x.lengths
-        self.errors = np.empty(x.coordinates, dtype=np.float64 if x.float64 else np.float32)
+        self.device = x.specs[0].worked_on
+        self.errors = self._memory(x.coordinates)
         self.done = False
         self.lent = not x.feedback
         if self.lent:
             self._lend()
 
+    def _memory(self, count: int) -> Any:
+        return memory.empty(self.device, count, np.float64 if self.x.float64 else np.float32)
+
     def _lend(self) -> None:
         """Let encoding leave its errors here, as if they were residuals."""
-        x, item, base = self.x, self.errors.itemsize, kernels.address(self.errors)
+        x, item, base = self.x, self.errors.dtype.itemsize, memory.address(self.errors)
         for i, (geometry, segment) in enumerate(zip(x.geometries, x.segments, strict=True)):
             inside = int(self.starts[x.bounds[i]]) - geometry.offset(segment.start)
             x.table["res_out"][i] = np.uint64((base + item * inside) % (1 << 64))
@@ -104,7 +108,7 @@ class Sketch:
         """Stop that."""
         if self.lent:
             self.x.table["res_out"] = self.x.inputs["res_out"] = 0
-        self.errors = self.errors[:0].copy()
+        self.errors = self._memory(0)
 
     def project(self, scales: Words, ratios: Any, width: int) -> None:
         """Write the projections of all blocks, just encoded, in units of their steps (ratio times scale).
@@ -156,7 +160,7 @@ class Sketch:
         signs, found = _signs(), np.zeros(len(self.blocks))
         distinct, first, counts = np.unique(self.blocks, return_index=True, return_counts=True)
         x = self.x
-        errors = self.errors if self.lent else np.concatenate([x.left(i) for i in range(x.count)])
+        errors = np.asarray(self.errors) if self.lent else np.concatenate([x.left(i) for i in range(x.count)])
         rows = self._rows(errors, distinct)
         for k in range(min(int(counts.max()), 8)):
             mine = counts > k

@@ -176,7 +176,11 @@ def _finish(attempts: Sequence[Attempt], outcomes: Sequence[Outcome]) -> list[An
             attempt.commit(outcome)
             for note in attempt.notes:
                 warnings.warn(note, stacklevel=2)
-        return [attempt.deliver() for attempt in attempts]
+        results = [attempt.deliver() for attempt in attempts]
+        for attempt in attempts:
+            if attempt.handover is not None:
+                attempt.handover()
+        return results
     finally:
         for attempt in attempts:
             attempt.release()

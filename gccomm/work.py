@@ -21,11 +21,14 @@ __all__ = ["Done", "Task", "Work", "seconds", "snapshot"]
 
 
 class Done(NamedTuple):
-    """What a call gave: its result, its figures, and what the caller is to be warned of."""
+    """What a call gave: its result, its figures, what the caller is to be warned of, and what his thread is
+    to do before he uses a result that is on a device.
+    """
 
     result: Any
     stats: Stats
     notes: Sequence[str] = ()
+    handover: Callable[[], None] | None = None
 
 
 class Task:

@@ -7,6 +7,7 @@ import ctypes
 import decimal
 import enum
 import gc
+import sys
 import weakref
 
 import ml_dtypes
@@ -321,14 +322,21 @@ class OnCuda:
         return {"shape": (3,), "typestr": "<f4", "data": (1, False), "version": 3}
 
 
-@pytest.mark.parametrize("x", [OnCuda(), Exporter(np.ones(3), (2, 0)), Exporter(np.ones(3), (10, 0))])
-def test_gpu_arrays_need_the_nccl_back_end(x):
-    with pytest.raises(BufferError, match=r"GPU.*NCCL back end.*host"):
+@pytest.mark.parametrize("x", [OnCuda(), Exporter(np.ones(3), (2, 1)), Exporter(np.ones(3), (13, 0))])
+def test_gpu_arrays_need_cupy(x, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BufferError, match=r"GPU.*CuPy.*pip install \"gccomm\[cuda12\]\".*host"):
         view(x)
 
 
-def test_gpu_error_names_the_array():
-    with pytest.raises(BufferError, match=r"OnCuda of dtype float32 of shape \(3,\).*cuda:1.*asnumpy"):
+def test_gpus_without_cuda_are_refused():
+    with pytest.raises(BufferError, match=r"GPU memory \(ROCm\).*only that of CUDA.*host"):
+        view(Exporter(np.ones(3), (10, 0)))
+
+
+def test_gpu_error_names_the_array(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BufferError, match=r"OnCuda of dtype float32 of shape \(3,\).*cuda:0.*asnumpy"):
         view(OnCuda())
 
 

@@ -171,16 +171,21 @@ class Elsewhere(SimpleNamespace):
         return False
 
 
-def elsewhere(platform, addressable=True):
+def elsewhere(platform, addressable=True, device=(1, 0)):
     sharding = SimpleNamespace(device_set={type("Device", (), {"platform": platform})()})
-    return Elsewhere(sharding=sharding, is_fully_addressable=addressable)
+    facts = {"sharding": sharding, "is_fully_addressable": addressable}
+    return Elsewhere(**facts, __dlpack_device__=lambda: device)
 
 
-def test_gpu_arrays_and_arrays_of_other_processes():
+def test_gpu_arrays_and_arrays_of_other_processes(monkeypatch):
     from gccomm.interop import jax as bridge
 
-    with pytest.raises(BufferError, match=r"NCCL back end.*jax\.device_get"):
-        bridge._view(elsewhere("gpu"))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(BufferError, match=r"cuda:2.*CuPy.*jax\.device_get"):
+        bridge._view(elsewhere("gpu", device=(2, 2)))
+    for platform in ("gpu", "rocm", "tpu"):
+        with pytest.raises(BufferError, match=r"only that of CUDA.*jax\.device_get"):
+            bridge._view(elsewhere(platform, device=(10, 0)))
     with pytest.raises(TypeError, match="another process"):
         bridge._view(elsewhere("cpu", addressable=False))
 

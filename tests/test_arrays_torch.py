@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -113,12 +114,19 @@ def test_function_transforms_are_refused():
         torch.func.grad(lambda x: view(x) and x.sum())(torch.ones(2))
 
 
-def test_gpu_tensors_need_the_nccl_back_end():
+def test_gpu_tensors_need_cupy_and_cuda(monkeypatch):
     from gccomm.interop import torch as bridge
 
-    x = SimpleNamespace(device=torch.device("cuda:1"), dtype=torch.float32, shape=(3,))
-    with pytest.raises(BufferError, match=r"cuda:1.*NCCL back end.*x\.cpu\(\)"):
-        bridge._require_plain(x)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    tensor = {"dtype": torch.float32, "shape": (3,), "is_quantized": False, "layout": torch.strided}
+    x = SimpleNamespace(device=torch.device("cuda:1"), **tensor)
+    with pytest.raises(BufferError, match=r"cuda:1.*CuPy.*x\.cpu\(\)"):
+        bridge._view(x)
+    for device, hip in (("xpu:0", None), ("cuda:0", "6.0")):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        x = SimpleNamespace(device=torch.device(device), **tensor)
+        with pytest.raises(BufferError, match=r"only that of CUDA devices.*x\.cpu\(\)"):
+            bridge._view(x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

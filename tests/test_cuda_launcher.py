@@ -21,7 +21,7 @@ from gccomm.kernels.cuda.compiled import cache_folder, compiled
 from gccomm.kernels.cuda.device import DeviceKernels
 from tests import nvrtc
 from tests.cuda_on_cpu import OnCpu, kernels_on_cpu
-from tests.fake_cupy import FakeCupy
+from tests.fake_cupy import FakeCupy, Stream
 from tests.kernel_batches import Part, lane_batch
 
 needs_nvrtc = pytest.mark.skipif(
@@ -144,8 +144,13 @@ def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCupy:
     return found
 
 
+def on_own_stream(cupy: FakeCupy) -> tuple[DeviceKernels, Stream]:
+    launcher = on_cupy.CupyLauncher()
+    return DeviceKernels(launcher), cupy.streams[launcher.queue.stream]
+
+
 def test_words_and_results_come_back_in_time(cupy: FakeCupy) -> None:
-    device = DeviceKernels(on_cupy.CupyLauncher())
+    device, stream = on_own_stream(cupy)
     x = np.random.default_rng(0).standard_normal(40_000).astype(np.float32)
     both = []
     for used in (device, kernels):
@@ -157,14 +162,14 @@ def test_words_and_results_come_back_in_time(cupy: FakeCupy) -> None:
         used.maxima(*batch.head, 0, batch.blocks, s)
         used.encode(*batch.head, 0, batch.blocks, s, w, 0, 8, 127 << 16, 5, kernels.address(check))
         used.decode(*batch.head, 0, batch.blocks, s, w, 0, 8, 127 << 16, 1, True, False, False)
-        cupy.stream.synchronize()
+        stream.synchronize()
         both.append([array.tobytes() for array in (scales, words, check, part.out, part.rest)])
     assert both[0] == both[1]
     assert len(cupy.loaded) == 1
 
 
 def test_arrays_of_the_device_stay_there_and_nothing_waits(cupy: FakeCupy) -> None:
-    device = DeviceKernels(on_cupy.CupyLauncher())
+    device, stream = on_own_stream(cupy)
     x = np.random.default_rng(0).standard_normal(3000).astype(np.float32)
     part = Part(x)
     batch = lane_batch(4, part)
@@ -173,15 +178,15 @@ def test_arrays_of_the_device_stay_there_and_nothing_waits(cupy: FakeCupy) -> No
     device.encode(*batch.head, 0, batch.blocks, scales.ptr, words.ptr, 0, 4, 7 << 16, 0)
     device.decode(*batch.head, 0, batch.blocks, scales.ptr, words.ptr, 0, 4, 7 << 16, 1, True, False, False)
     batch.table["src"] = 0  # what was asked for must not change with the table
-    assert cupy.stream.waits == 0
+    assert stream.waits == 0
     assert (part.out == 77).all()
     held = cupy.held
     assert held == 3
-    cupy.stream.synchronize()
+    stream.synchronize()
     found = part.out.copy()
     batch.table["src"] = kernels.address(x)
     maxima = batch.maxima()
-    assert scales.bytes.tobytes() == maxima.tobytes()
+    assert scales.mem.bytes.tobytes() == maxima.tobytes()
     assert found.tobytes() == batch.decode(maxima, batch.encode(maxima, 4, 7 << 16), 4, 7 << 16)[0].tobytes()
     device.maxima(*batch.head, 0, batch.blocks, scales.ptr)
     assert cupy.held == 1  # pinned memory that copies have read is given back

@@ -78,6 +78,9 @@ class Codec(ABC):
         May encode again after results were written, so that these must not overwrite the input.
     operation : str or None
         Operation of the back end's own that the codec reduces with.
+    on_devices : bool
+        Reads and writes tensors by the operand's kernels alone; else those of devices are copied to the host
+        and results back.
     """
 
     id: ClassVar[str]
@@ -94,6 +97,7 @@ class Codec(ABC):
     sums_lanes: bool = False
     reencodes: bool = False
     operation: str | None = None
+    on_devices: bool = True
 
     def repeats(self, ctx: Context) -> bool:
         """Return whether its steps on one array follow from operand and context alone: neither state nor

@@ -55,6 +55,7 @@ class Rehop(Codec):
     id: ClassVar[str] = "rehop"
     sums_as = "own operation"
     operation = FOLD
+    on_devices = False
 
     def __init__(self, wire_bits: int = 4, rotations: int = 1) -> None:
         self.wire_bits = lane_width(wire_bits)

@@ -28,6 +28,7 @@ __all__ = [
     "on_gpu",
     "refuse",
     "refuse_dtype",
+    "rows_of",
 ]
 
 Array = NDArray[Any]
@@ -74,10 +75,10 @@ class View:
 
     Attributes
     ----------
-    data : numpy.ndarray, shape (n,)
+    data : numpy.ndarray or DeviceArray, shape (n,)
         The elements in logical C order: C-contiguous, aligned, native byte order; perhaps read-only. bfloat16
         is stored as uint16, a complex number as two reals. The caller's own memory where its layout allows,
-        else a copy.
+        else a copy. On a device it can be used after `gccomm.interop.order.begin`.
     dtype : str
         Name of the stored number's type: ``"float32"``, ``"bfloat16"``, ``"int8"``, ``"bool"``...
     shape : tuple of int
@@ -85,9 +86,10 @@ class View:
     row_shape : tuple of int
         `shape` in stored numbers: the last axis twice as long for complex, ``(2,)`` for a complex scalar.
     kind : str
-        Library of the object: ``"numpy"``, ``"jax"``, ``"torch"``, ``"python"``, ``"buffer"``, ``"dlpack"``.
+        Library of the object: ``"numpy"``, ``"cupy"``, ``"jax"``, ``"torch"``, ``"python"``, ``"buffer"``,
+        ``"dlpack"``, ``"cuda"``.
     device : str
-        ``"cpu"``.
+        ``"cpu"``, or ``"cuda:0"`` and so on.
     pointer : int
         Address of `data`.
     owner : object
@@ -96,7 +98,7 @@ class View:
         Name of the caller's dtype: ``"complex64"`` where `dtype` is ``"float32"``; otherwise the same.
     """
 
-    data: Array = field(repr=False)
+    data: Any = field(repr=False)
     dtype: str
     shape: tuple[int, ...]
     row_shape: tuple[int, ...]
@@ -106,18 +108,25 @@ class View:
     owner: Any = field(repr=False)
     user_dtype: str
     # The way back: a function of the library's bridge, and the facts about `owner` that it goes by.
-    _rebuild: Callable[[View, Array], Any] = field(repr=False)
+    _rebuild: Callable[[View, Any], Any] = field(repr=False)
     _like: Any = field(default=None, repr=False)
     # Of an `out`: the memory that `data` stands in for, and how to tell its library of the change.
-    _target: Array | None = field(default=None, repr=False)
+    _target: Any = field(default=None, repr=False)
     _written: Callable[[Any], None] | None = field(default=None, repr=False)
+    # On a device: what must be done before `data` can be used, a `gccomm.interop.device.Source`.
+    _source: Any = field(default=None, repr=False)
 
-    def wrap(self, result: Array, /) -> Any:
+    @property
+    def library(self) -> str:
+        """The library whose current stream is to come after results; "" where there is none."""
+        return "" if self._source is None else self._source.results
+
+    def wrap(self, result: Any, /) -> Any:
         """Turn a result into the caller's kind of object.
 
         Parameters
         ----------
-        result : numpy.ndarray, shape (n,)
+        result : numpy.ndarray or DeviceArray, shape (n,)
             Stored numbers, with the dtype and size of `data`. Its memory is handed over: the object returned
             may share it (a JAX array too), so it must not be written again.
 
@@ -142,12 +151,18 @@ class View:
 
     def detached(self) -> View:
         """Return a view of the same form for `wrap` alone, which keeps none of the caller's memory alive."""
-        form = np.broadcast_to(np.zeros(1, self.data.dtype), self.data.shape)
-        return replace(self, data=form, pointer=0, owner=None, _target=None, _written=None)
+        if self.device == "cpu":
+            form = np.broadcast_to(np.zeros(1, self.data.dtype), self.data.shape)
+            return replace(self, data=form, pointer=0, owner=None, _target=None, _written=None)
+        made = replace(self, data=self.data.detached(), pointer=0, owner=None, _target=None, _written=None)
+        made._source = self._source._replace(strided=None)
+        return made
 
     def commit(self) -> None:
         """Copy `data` to the caller's `out` where it is a temporary, and tell torch of the change."""
-        if self._target is not None:
+        if self._target is not None and self.device != "cpu":
+            self.data.queue.scatter(self._target, self.data)
+        elif self._target is not None:
             np.copyto(self._target, logical(self.data, native(self._target.dtype)).reshape(self.shape))
         if self._written is not None:
             self._written(self.owner)
@@ -174,9 +189,14 @@ def make_view(
     """
     shape = array.shape
     data = flat(array, form.storage)
-    rows = shape if form.reals == 1 else (*shape[:-1], 2 * shape[-1]) if shape else (2,)
+    rows = shape if form.reals == 1 else rows_of(shape, form)
     pointer = _address()(data)
     return View(data, form.dtype, shape, rows, kind, "cpu", pointer, owner, form.user_dtype, rebuild, like)
+
+
+def rows_of(shape: tuple[int, ...], form: Format) -> tuple[int, ...]:
+    """Return a shape in stored numbers."""
+    return shape if form.reals == 1 else (*shape[:-1], 2 * shape[-1]) if shape else (2,)
 
 
 def flat(array: Array, storage: np.dtype[Any]) -> Array:
@@ -241,9 +261,9 @@ def refuse_dtype(x: Any, dtype: Any) -> TypeError:
 
 
 def on_gpu(x: Any, device: object, remedy: str) -> BufferError:
-    """Return the error for an array in the memory of a GPU."""
+    """Return the error for an array in the memory of a GPU that has no kernels here."""
     message = (
-        f"{describe(x)} lies in GPU memory ({device}): GPU arrays need the NCCL back end, which this "
-        f"installation does not have; move the array to the host first, {remedy}"
+        f"{describe(x)} lies in GPU memory ({device}), and only that of CUDA devices can be used; "
+        f"move the array to the host first, {remedy}"
     )
     return BufferError(message)

@@ -22,7 +22,8 @@ __all__ = ["HANDLERS", "base_class_array", "handler_for", "view_other"]
 
 # Device types of DLPack whose memory the host reads: its own, and pinned by CUDA or ROCm.
 _HOST_DEVICES = {1, 3, 11}
-_GPU_DEVICES = {2: "CUDA", 10: "ROCm", 13: "CUDA managed"}
+_GPU_DEVICES = {10: "ROCm"}
+_CUDA_DEVICES = {2, 13}  # its memory, and that which it manages
 _INT64 = np.iinfo(np.int64)
 _PYTHON_DTYPES = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
 
@@ -116,12 +117,15 @@ def handler_for(kind: type) -> Any:
 
 
 def view_other(x: Any) -> View:
-    """View an object of any other type by the protocols it offers: DLPack, then the buffer protocol."""
-    if hasattr(x, "__cuda_array_interface__"):
-        device = getattr(x, "device", "CUDA")
-        raise on_gpu(x, device, "say with cupy.asnumpy(x)")
+    """View an object of any other type by the protocols it offers: DLPack, CUDA's array interface, then the
+    buffer protocol.
+    """
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _view_dlpack(x)
+    if hasattr(x, "__cuda_array_interface__"):
+        from gccomm.interop.device import view_interface
+
+        return view_interface(x)
     if isinstance(x, (str, bytes)):
         raise refuse(x, "text cannot be summed")
     try:
@@ -145,7 +149,11 @@ def _remedy(x: Any) -> str:
 
 
 def _view_dlpack(x: Any) -> View:
-    device = int(x.__dlpack_device__()[0])
+    device, number = map(int, x.__dlpack_device__())
+    if device in _CUDA_DEVICES:
+        from gccomm.interop.device import view_dlpack
+
+        return view_dlpack(x, number)
     if device in _GPU_DEVICES:
         raise on_gpu(x, _GPU_DEVICES[device], "with its library's own function")
     if device not in _HOST_DEVICES:

@@ -1,4 +1,4 @@
-"""Views of JAX arrays on the CPU. They are read in place and never written; a result becomes a new array."""
+"""Views of JAX arrays. They are read in place and never written; a result becomes a new array."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 from gccomm.interop.base import Array, View, format_of, logical, make_view, on_gpu, refuse, refuse_dtype
+from gccomm.interop.device import exported, make_device_view, placed, queue_for, read_dlpack
+from gccomm.interop.dlpack import CUDA
 
 __all__ = ["handler_for"]
 
@@ -45,9 +47,27 @@ def _view(x: Any) -> View:
     if not x.is_fully_addressable:
         raise refuse(x, "it lies on a device of another process; pass an array of this process")
     (device,) = devices
+    if device.platform in ("gpu", "cuda"):
+        return _view_cuda(x)
     if device.platform != "cpu":
         raise on_gpu(x, device, _TO_HOST)
     return make_view(x, np.asarray(x), form, "jax", _to_jax, (x.dtype, x.sharding, x.committed, x.weak_type))
+
+
+def _view_cuda(x: Any) -> View:
+    kind, number = x.__dlpack_device__()
+    if kind != CUDA:
+        raise on_gpu(x, f"DLPack type {kind}", _TO_HOST)
+    queue = queue_for(x, number, _TO_HOST)
+    form, lies, capsule = read_dlpack(x, queue)
+    return make_device_view(x, lies, form, "jax", _to_cuda, None, queue, keep=(x, capsule))
+
+
+def _to_cuda(view: View, result: Any) -> Any:
+    """Hand the memory over: JAX's stream follows gccomm's, by DLPack."""
+    array = placed(view, result)
+    with jax.enable_x64(True) if array.dtype.itemsize == 8 else nullcontext():
+        return jax.dlpack.from_dlpack(exported(view, array))
 
 
 def _to_jax(view: View, result: Array) -> Any:

@@ -1,4 +1,4 @@
-"""Views of PyTorch tensors on the CPU. Results are new tensors, detached from the autograd graph."""
+"""Views of PyTorch tensors. Results are new tensors, detached from the autograd graph."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from gccomm.interop.base import (
     refuse,
     refuse_dtype,
 )
+from gccomm.interop.device import Lies, exported, make_device_out, make_device_view, placed, queue_for
 
-__all__ = ["handler_for", "host_out", "mark_written"]
+__all__ = ["cuda_out", "handler_for", "host_out", "mark_written"]
 
 _NAMES = {
     getattr(torch, name): name
@@ -47,6 +48,8 @@ def _refuse_subclass(x: Any) -> View:
 
 def _view(x: Any) -> View:
     form = _require_plain(x)
+    if x.device.type == "cuda":
+        return _view_cuda(x, form)
     plain = x.detach()
     if plain.is_conj() or plain.is_neg():  # conjugation that torch has put off
         plain = plain.resolve_conj().resolve_neg()
@@ -54,11 +57,11 @@ def _view(x: Any) -> View:
 
 
 def _require_plain(x: Any) -> Format:
-    """Return the format of a tensor that is ordinary host memory; raise for any other."""
+    """Return the format of a tensor that is ordinary memory, of the host or CUDA's; raise for any other."""
     device = x.device.type
     if device == "meta":
         raise refuse(x, "a tensor on the meta device has no elements; give it memory first")
-    if device != "cpu":
+    if device not in ("cpu", "cuda") or (device == "cuda" and torch.version.hip is not None):
         raise on_gpu(x, x.device, "with x.cpu()")
     if x.is_quantized:
         raise refuse(x, "a quantised tensor's integers have scales of their own; pass x.dequantize()")
@@ -88,6 +91,35 @@ def _to_torch(view: View, result: Array) -> Any:
     return torch.from_numpy(logical(result, np.dtype(view.user_dtype)).reshape(view.shape))
 
 
+def _view_cuda(x: Any, form: Format) -> View:
+    queue = queue_for(x, x.device.index, "with x.cpu()")
+    plain = x.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()  # on the current stream
+    return make_device_view(x, _lies(plain), form, "torch", _to_cuda, None, queue, "torch", keep=plain)
+
+
+def _lies(plain: Any) -> Lies:
+    item = plain.element_size()
+    strides = tuple(item * stride for stride in plain.stride())
+    return Lies(plain.device.index, plain.data_ptr(), tuple(plain.shape), strides)
+
+
+def _to_cuda(view: View, result: Any) -> Any:
+    return torch.utils.dlpack.from_dlpack(exported(view, placed(view, result), anywhere=False).capsule())
+
+
+def cuda_out(out: Any) -> View | None:
+    """Return the view of an output tensor on a CUDA device, or None; errors as of :func:`host_out`."""
+    if not isinstance(out, torch.Tensor) or out.device.type != "cuda":
+        return None
+    form = _require_writeable(out)
+    queue = queue_for(out, out.device.index, "with out.cpu()")
+    made = make_device_out(out, _lies(out), form, "torch", None, queue, "torch")
+    made._written = mark_written
+    return made
+
+
 def host_out(out: Any) -> tuple[Array, Format] | None:
     """Return the memory of an output tensor, in its own layout, and its format; None if `out` is no tensor.
 
@@ -100,6 +132,11 @@ def host_out(out: Any) -> tuple[Array, Format] | None:
     """
     if not isinstance(out, torch.Tensor):
         return None
+    form = _require_writeable(out)
+    return _as_numpy(out, out), form
+
+
+def _require_writeable(out: Any) -> Format:
     if handler_for(type(out)) is not _view:
         _refuse_subclass(out)
     form = _require_plain(out)
@@ -109,7 +146,7 @@ def host_out(out: Any) -> tuple[Array, Format] | None:
     if out.is_conj() or out.is_neg():
         message = "`out` is a conjugated or negated view: pass the tensor that it is a view of"
         raise ValueError(message)
-    return _as_numpy(out, out), form
+    return form
 
 
 def mark_written(out: Any) -> None:

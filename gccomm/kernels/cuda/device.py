@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from gccomm.kernels.table import SEGMENT
 
-__all__ = ["DeviceKernels", "Launcher"]
+__all__ = ["DeviceKernels", "Launcher", "host_bytes"]
 
 BLOCK, PART = 1024, 64  # coordinates of a block, and of the smallest part that is rotated
 _LARGEST_LIMIT = 32767 * 65536
@@ -62,7 +62,7 @@ class _Call:
     def __init__(self, launcher: Launcher, table: int, count: int) -> None:
         self.launcher = launcher
         self.count = count
-        self.table = _host(table, count * SEGMENT.itemsize).view(SEGMENT)
+        self.table = host_bytes(table, count * SEGMENT.itemsize).view(SEGMENT)
         self.back: list[tuple[npt.NDArray[np.uint8], int]] = []
 
     def read(self, address: int, nbytes: int) -> np.uint64:
@@ -70,7 +70,7 @@ class _Call:
         if address == 0 or nbytes == 0 or self.launcher.owns(address):
             return np.uint64(address)
         there = self.launcher.take(nbytes)
-        self.launcher.upload(there, _host(address, nbytes))
+        self.launcher.upload(there, host_bytes(address, nbytes))
         return np.uint64(there)
 
     def write(self, address: int, nbytes: int, *, zero: bool = False) -> np.uint64:
@@ -78,7 +78,7 @@ class _Call:
         if address == 0 or nbytes == 0 or (self.launcher.owns(address) and not zero):
             return np.uint64(address)
         there = self.launcher.take(nbytes, zero=zero)
-        self.back.append((_host(address, nbytes), there))
+        self.back.append((host_bytes(address, nbytes), there))
         return np.uint64(there)
 
     def run(self, name: str, lo: int, hi: int, *args: np.generic) -> None:
@@ -96,7 +96,8 @@ class _Call:
             self.launcher.finish(wait=wait)
 
 
-def _host(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+def host_bytes(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory of the host at an address."""
     if nbytes == 0:
         return np.empty(0, np.uint8)
     found: npt.NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
@@ -205,7 +206,7 @@ class DeviceKernels:
         _require(clamp != 0 or ratios == 0 or grid != 0, "with ratios a clamp or a grid is needed")
         _require(ratios != 0 or grid == 0, "a grid needs ratios")
         _require(0 <= clamp <= _LARGEST_LIMIT, f"clamp {clamp} is outside 1 ... 32767 * 65536")
-        steps = int(_host(grid, 4).view(np.int32)[0]) if grid else 1
+        steps = int(host_bytes(grid, 4).view(np.int32)[0]) if grid else 1
         _require(1 <= steps <= 1023, f"a grid of {steps} steps; there may be 1 to 1023")
         call, each = self._call(table, nseg), 4 * (hi - lo)
         count = _words(call.table, lo, hi, _lane_words(width, rotations))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections import deque
-from functools import lru_cache
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,14 +12,15 @@ from gccomm.errors import BackendError
 from gccomm.kernels import cuda
 from gccomm.kernels.cuda.compiled import compiled
 from gccomm.kernels.cuda.device import DeviceKernels, Launcher
+from gccomm.kernels.cuda.queue import Queue
 
-__all__ = ["CupyLauncher", "device_kernels"]
+__all__ = ["CupyLauncher", "current_device", "device_kernels", "device_of", "forget_devices", "queue_of"]
 
 BLOCKS_AT_ONCE = 16  # thread blocks for each multiprocessor: 2048 threads, as many as it holds
 
 
 class CupyLauncher(Launcher):
-    """Launches kernels on the current stream of one device.
+    """Launches kernels on gccomm's own stream of one device; several threads may.
 
     Memory comes from CuPy's pools, whose order is that of the stream, so that nothing waits for it.
 
@@ -29,6 +28,11 @@ class CupyLauncher(Launcher):
     ----------
     device : int
         Number of the device.
+
+    Attributes
+    ----------
+    queue : Queue
+        The stream, and memory in its order.
 
     Raises
     ------
@@ -42,16 +46,12 @@ class CupyLauncher(Launcher):
         self._cupy = _cupy()
         self._runtime = self._cupy.cuda.runtime
         self._device = self._cupy.cuda.Device(_existing(self._runtime, device))
+        self.queue = Queue(self._cupy, device)
+        self._lock = threading.Lock()
         self._module: Any = None
         self._kernels: dict[str, Any] = {}
-        self._taken: list[Any] = []  # memory of the call that is made
-        self._pinned: list[Any] = []
-        self._flying: deque[tuple[Any, list[Any]]] = deque()  # host memory that copies may still read
         with self._device:
             self._most = BLOCKS_AT_ONCE * int(self._device.attributes["MultiProcessorCount"])
-
-    def _stream(self) -> Any:
-        return self._cupy.cuda.get_current_stream(self._device.id)
 
     def owns(self, address: int) -> bool:
         """Return whether this is memory of a device."""
@@ -60,56 +60,77 @@ class CupyLauncher(Launcher):
 
     def take(self, nbytes: int, *, zero: bool = False) -> int:
         """Return memory of the device from CuPy's pool."""
-        with self._device:
-            memory = self._cupy.cuda.alloc(nbytes)
-            if zero:
-                memory.memset_async(0, nbytes, self._stream())
-        self._taken.append(memory)
-        return int(memory.ptr)
+        return self.queue.take(nbytes, zero=zero)
 
     def upload(self, to: int, source: npt.NDArray[np.uint8]) -> None:
         """Copy by way of pinned memory, from which the device reads in its own time."""
-        pinned = self._cupy.cuda.alloc_pinned_memory(source.nbytes)
-        ctypes.memmove(pinned.ptr, source.ctypes.data, source.nbytes)
-        self._pinned.append(pinned)
-        kind, stream = self._runtime.memcpyHostToDevice, self._stream()
-        self._runtime.memcpyAsync(to, pinned.ptr, source.nbytes, kind, stream.ptr)
+        self.queue.upload(to, source)
 
     def download(self, to: npt.NDArray[np.uint8], source: int) -> None:
         """Copy in the order of the stream."""
-        kind, stream = self._runtime.memcpyDeviceToHost, self._stream()
-        self._runtime.memcpyAsync(to.ctypes.data, source, to.nbytes, kind, stream.ptr)
+        self.queue.download(to, source)
 
     def launch(self, name: str, blocks: int, args: list[np.generic]) -> None:
         """Start a kernel; the first one compiles all of them, unless they are on disk."""
-        with self._device:
-            if self._module is None:
-                path = compiled(self._cupy.cuda.nvrtc, self._device.compute_capability)
-                self._module = self._cupy.RawModule(path=str(path))
-            if name not in self._kernels:
+        with self.queue.current():
+            self._kernel(name)((min(blocks, self._most),), (cuda.THREADS,), tuple(args))
+
+    def _kernel(self, name: str) -> Any:
+        if name not in self._kernels:
+            with self._lock:
+                if self._module is None:
+                    path = compiled(self._cupy.cuda.nvrtc, self._device.compute_capability)
+                    self._module = self._cupy.RawModule(path=str(path))
                 self._kernels[name] = self._module.get_function(name)
-            self._kernels[name]((min(blocks, self._most),), (cuda.THREADS,), tuple(args))
+        return self._kernels[name]
 
     def finish(self, *, wait: bool) -> None:
         """Give memory back to the pools, in the order of the stream."""
-        with self._device:
-            stream = self._stream()
-            if self._pinned:
-                event = self._cupy.cuda.Event(disable_timing=True)
-                event.record(stream)
-                self._flying.append((event, self._pinned))
-                self._pinned = []
-            self._taken.clear()
-            if wait:
-                stream.synchronize()
-            while self._flying and self._flying[0][0].done:
-                self._flying.popleft()
+        self.queue.finish(wait=wait)
 
 
-@lru_cache(maxsize=64)
+_devices: dict[int, DeviceKernels] = {}
+_lock = threading.Lock()
+
+
 def device_kernels(device: int = 0) -> DeviceKernels:
-    """Return the kernels of a device; errors are those of :class:`CupyLauncher`."""
-    return DeviceKernels(CupyLauncher(device))
+    """Return the kernels of a device, one for all threads; errors are those of :class:`CupyLauncher`."""
+    found = _devices.get(device)
+    if found is None:
+        with _lock:
+            if device not in _devices:
+                _devices[device] = DeviceKernels(CupyLauncher(device))
+            found = _devices[device]
+    return found
+
+
+def queue_of(device: int) -> Queue:
+    """Return the queue of a device; errors are those of :class:`CupyLauncher`."""
+    launcher = device_kernels(device).launcher
+    assert isinstance(launcher, CupyLauncher)
+    return launcher.queue
+
+
+def current_device() -> int:
+    """Return the number of the device that is CUDA's current one in this thread; ImportError without CuPy."""
+    return int(_cupy().cuda.Device().id)
+
+
+def device_of(address: int) -> int:
+    """Return the number of the device whose memory is at an address.
+
+    Raises
+    ------
+    ImportError
+        CuPy is not installed.
+    """
+    return int(_cupy().cuda.runtime.pointerGetAttributes(address).device)
+
+
+def forget_devices() -> None:
+    """Let go of all devices: for tests."""
+    with _lock:
+        _devices.clear()
 
 
 def _cupy() -> Any:

@@ -1,0 +1,334 @@
+"""Memory of a CUDA device, and the stream of gccomm's own on which everything there is done.
+
+The stream of gccomm follows the streams on which a call's arrays were made, and the caller's streams follow
+it before they use results: by events, so that the host waits for neither.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections import deque
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["DeviceArray", "Loan", "Queue", "Strided"]
+
+_ITEMS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
+
+
+class Strided(NamedTuple):
+    """Elements in a device's memory in any layout: address of the first, bytes of one, shape, strides in
+    bytes, and what keeps the memory.
+    """
+
+    address: int
+    item_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    owner: Any
+
+
+class Loan:
+    """Memory of a queue's pool that is given back when the last that holds it lets go.
+
+    Attributes
+    ----------
+    streams : set of int
+        Streams of the caller's that use it: the queue follows them before the memory is used again.
+    anywhere : bool
+        It is used on streams that are not known.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "_queue", "anywhere", "streams")
+
+    def __init__(self, queue: Queue, memory: Any) -> None:
+        self._queue, self._memory = queue, memory
+        self.streams: set[int] = set()
+        self.anywhere = False
+
+    def __del__(self) -> None:
+        if sys is None or sys.is_finalizing():
+            return
+        if self.anywhere:
+            self._queue.parked.append(self._memory)
+            return
+        for stream in self.streams:
+            self._queue.follow(stream)
+
+
+class DeviceArray:
+    """Flat memory of a device: what views, results and residuals are there.
+
+    ``array[...] = other`` copies from the host, from the device, or fills with zeros, in the queue's order;
+    ``numpy.array(array)`` brings it to the host, and waits.
+
+    Attributes
+    ----------
+    address : int
+        Of the first number; 0 where there is none.
+    size : int
+        Numbers.
+    dtype : numpy.dtype
+        Of one number.
+    queue : Queue
+        Of its device.
+    owner : object
+        What keeps the memory.
+    """
+
+    __slots__ = ("address", "dtype", "owner", "queue", "size")
+
+    def __init__(self, address: int, size: int, dtype: np.dtype[Any], queue: Queue, owner: Any) -> None:
+        self.address, self.size, self.dtype = address, size, dtype
+        self.queue, self.owner = queue, owner
+
+    @property
+    def shape(self) -> tuple[int]:
+        """(size,)."""
+        return (self.size,)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def device(self) -> str:
+        """Name of the device, as "cuda:0"."""
+        return self.queue.device
+
+    def view(self, dtype: Any) -> DeviceArray:
+        """Return the same memory as numbers of another dtype."""
+        to = np.dtype(dtype)
+        return DeviceArray(self.address, self.nbytes // to.itemsize, to, self.queue, self.owner)
+
+    def detached(self) -> DeviceArray:
+        """Return an array of the same form that has no memory."""
+        return DeviceArray(0, self.size, self.dtype, self.queue, None)
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        """Write all of it."""
+        if where is not Ellipsis:
+            raise TypeError(f"only [...] can be written, not [{where!r}]")
+        if isinstance(value, DeviceArray):
+            self.queue.copy(self, value)
+        elif isinstance(value, np.ndarray):
+            self.queue.upload(self.address, np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        elif value == 0:
+            self.queue.clear(self)
+        else:
+            raise TypeError(f"only arrays and 0 can be written, not {value!r}")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Return it on the host."""
+        if copy is False:
+            raise ValueError("memory of a device cannot be an array of the host without a copy")
+        found = np.empty(self.size, self.dtype)
+        self.queue.download(found.view(np.uint8), self.address)
+        self.queue.wait()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.size} {self.dtype} on {self.device}>"
+
+
+class _Local(threading.local):
+    """What a thread has begun and not ended."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+        self.pinned: list[Any] = []
+
+
+class Queue:
+    """The stream of gccomm's own on one device, and memory from CuPy's pools in its order.
+
+    Parameters
+    ----------
+    cupy : module
+        CuPy.
+    number : int
+        Number of the device.
+
+    Attributes
+    ----------
+    device : str
+        "cuda:<number>".
+    stream : int
+        Address of the stream, which does not wait for the default stream.
+    parked : list
+        Memory whose last users are not known; used again when the device has done all it had to.
+    """
+
+    def __init__(self, cupy: Any, number: int) -> None:
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self.number, self.device = number, f"cuda:{number}"
+        self._device = cupy.cuda.Device(number)
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream = int(self._stream.ptr)
+        self.parked: list[Any] = []
+        self._local = _Local()
+        self._flying: deque[tuple[Any, list[Any]]] = deque()  # host memory that copies may still read
+
+    def current(self) -> ExitStack:
+        """Return the context in which CuPy uses this device and stream."""
+        stack = ExitStack()
+        stack.enter_context(self._device)
+        stack.enter_context(self._stream)
+        return stack
+
+    # Order
+
+    def record(self, stream: int | None = None) -> Any:
+        """Return the event of what a stream, by default the queue's own, has to do by now."""
+        with self._device:
+            event = self._cupy.cuda.Event(disable_timing=True)
+            self._runtime.eventRecord(event.ptr, self.stream if stream is None else stream)
+        return event
+
+    def after(self, event: Any) -> None:
+        """Let all that is asked for later come after an event."""
+        self._runtime.streamWaitEvent(self.stream, event.ptr)
+
+    def follow(self, stream: int) -> None:
+        """Let all that is asked for later come after what a stream has to do by now."""
+        if stream != self.stream:
+            self.after(self.record(stream))
+
+    def lead(self, stream: int, event: Any = None) -> None:
+        """Let all that a stream is asked for later come after what the queue has to do by now, or at the time
+        of an event.
+        """
+        if stream != self.stream:
+            at = event or self.record()
+            with self._device:  # whose default stream 0 means
+                self._runtime.streamWaitEvent(stream, at.ptr)
+
+    def wait(self) -> None:
+        """Let the host wait until all is done."""
+        self._stream.synchronize()
+        self._land()
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return memory from the pool: an object with ``ptr``, given back when it is let go of."""
+        if self.parked:
+            parked, self.parked = self.parked, []
+            self._device.synchronize()
+            parked.clear()
+        with self.current():
+            return self._cupy.cuda.alloc(max(nbytes, 1))
+
+    def empty(self, size: int, dtype: Any) -> DeviceArray:
+        """Return an array of no known content."""
+        of = np.dtype(dtype)
+        memory = self.allocate(size * of.itemsize)
+        return DeviceArray(int(memory.ptr), size, of, self, Loan(self, memory))
+
+    def take(self, nbytes: int, *, zero: bool = False) -> int:
+        """Return memory that this thread has until :meth:`finish`."""
+        memory = self.allocate(nbytes)
+        if zero:
+            self._runtime.memsetAsync(int(memory.ptr), 0, nbytes, self.stream)
+        self._local.taken.append(memory)
+        return int(memory.ptr)
+
+    def finish(self, *, wait: bool) -> None:
+        """Give back what this thread has taken; with ``wait``, when all is done."""
+        local = self._local
+        if local.pinned:
+            self._flying.append((self.record(), local.pinned))
+            local.pinned = []
+        local.taken.clear()
+        if wait:
+            self._stream.synchronize()
+        self._land()
+
+    def _land(self) -> None:
+        while self._flying:
+            try:
+                event, pinned = self._flying.popleft()
+            except IndexError:  # another thread's
+                return
+            if not event.done:
+                self._flying.appendleft((event, pinned))
+                return
+
+    # Copies
+
+    def upload(self, to: int, source: npt.NDArray[np.uint8]) -> None:
+        """Copy from the host, by way of pinned memory, so that ``source`` may change afterwards."""
+        if source.nbytes == 0:
+            return
+        pinned = self._cupy.cuda.alloc_pinned_memory(source.nbytes)
+        ctypes.memmove(pinned.ptr, source.ctypes.data, source.nbytes)
+        self._local.pinned.append(pinned)
+        kind = self._runtime.memcpyHostToDevice
+        self._runtime.memcpyAsync(to, pinned.ptr, source.nbytes, kind, self.stream)
+
+    def download(self, to: npt.NDArray[np.uint8], source: int) -> None:
+        """Copy to the host, whose memory holds it after :meth:`wait`."""
+        if to.nbytes:
+            kind = self._runtime.memcpyDeviceToHost
+            self._runtime.memcpyAsync(to.ctypes.data, source, to.nbytes, kind, self.stream)
+
+    def copy(self, to: DeviceArray, source: DeviceArray) -> None:
+        """Copy within the device, or from another one, which is waited for first."""
+        if to.nbytes == 0:
+            return
+        if source.queue is not self:
+            self.after(source.queue.record())
+            source.queue.after(self._copied(to, source))
+        else:
+            kind = self._runtime.memcpyDeviceToDevice
+            self._runtime.memcpyAsync(to.address, source.address, to.nbytes, kind, self.stream)
+
+    def _copied(self, to: DeviceArray, source: DeviceArray) -> Any:
+        places = to.address, self.number, source.address, source.queue.number
+        self._runtime.memcpyPeerAsync(*places, to.nbytes, self.stream)
+        return self.record()
+
+    def clear(self, array: DeviceArray) -> None:
+        """Fill with zeros."""
+        if array.nbytes:
+            self._runtime.memsetAsync(array.address, 0, array.nbytes, self.stream)
+
+    def gather(self, to: DeviceArray, source: Strided) -> None:
+        """Copy elements into flat memory, in C order."""
+        with self.current():
+            self._flat(to, source)[...] = self._elements(source)
+
+    def scatter(self, to: Strided, source: DeviceArray) -> None:
+        """Copy flat memory into elements, in C order."""
+        with self.current():
+            self._elements(to)[...] = self._flat(source, to)
+
+    def _flat(self, array: DeviceArray, like: Strided) -> Any:
+        item = _ITEMS[like.item_bytes]
+        return self.ndarray(array.address, array.nbytes, like.shape, item, array.owner)
+
+    def _elements(self, of: Strided) -> Any:
+        extents = zip(of.shape, of.strides, strict=True)
+        nbytes = sum((n - 1) * abs(stride) for n, stride in extents if n > 1) + of.item_bytes
+        return self.ndarray(of.address, nbytes, of.shape, _ITEMS[of.item_bytes], of.owner, of.strides)
+
+    def ndarray(
+        self,
+        address: int,
+        nbytes: int,
+        shape: tuple[int, ...],
+        dtype: Any,
+        owner: Any,
+        strides: tuple[int, ...] | None = None,
+    ) -> Any:
+        """Return memory as CuPy's array, which keeps ``owner``."""
+        cuda = self._cupy.cuda
+        memory = cuda.MemoryPointer(cuda.UnownedMemory(address, nbytes, owner, self.number), 0)
+        return self._cupy.ndarray(shape, dtype, memory, strides)

@@ -1,0 +1,91 @@
+"""What a call does for arrays in the memory of devices: order, staging by way of the host, handing over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gccomm import kernels, trees
+from gccomm.interop import order
+from gccomm.interop.base import View
+from gccomm.memory import address, device_of, empty, moved
+from gccomm.plan import Plan
+from gccomm.remembered import STORAGE
+from gccomm.steps import Buffer
+
+__all__ = ["DeviceCall", "broadcast_results"]
+
+
+class DeviceCall:
+    """The part of a call that has to do with devices.
+
+    Parameters
+    ----------
+    plan : Plan
+        Of the call, with devices.
+    views, outs : sequence of View or None
+        By leaf: inputs and outputs.
+    when : Moment, optional
+        What the arrays come after; by default, the current streams of this thread.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        views: Sequence[View | None],
+        outs: Sequence[View | None],
+        when: order.Moment | None = None,
+    ) -> None:
+        self._plan, self._views, self._outs = plan, views, outs
+        self._queues = [kernels.of_device(name).launcher.queue for name in plan.devices]
+        self._staged: list[Buffer] = []
+        self._over = False
+        order.begin([*views, *outs], when)
+
+    def source(self, i: int) -> int:
+        """Return the address at which leaf ``i`` is read: a copy's, where the host does the work."""
+        view, spec = self._views[i], self._plan.specs[i]
+        if view is None:
+            return 0
+        if not spec.staged:
+            return view.pointer
+        copy = empty("cpu", view.data.size, STORAGE.get(spec.dtype) or spec.dtype)
+        copy[...] = view.data
+        self._staged.append(copy)
+        return address(copy)
+
+    def bring(self, results: list[Any]) -> None:
+        """Bring the results that were made on the host, and go into no output, to their devices."""
+        for i, (spec, out) in enumerate(zip(self._plan.specs, self._outs, strict=True)):
+            if out is None:
+                results[i] = moved(results[i], spec.device)
+
+    def hand_over(self, results: Sequence[Any], libraries: Sequence[str]) -> Callable[[], None]:
+        """Return what lets the caller's streams come after results, of a library each, in his thread."""
+        self._over = True
+        arrays = []
+        for result, library, out in zip(results, libraries, self._outs, strict=True):
+            array, of = (result, library) if out is None else (out.data, out.library)
+            if device_of(array) != "cpu":
+                arrays.append((of, array))
+        return order.Handover(arrays, self._queues, (self._views, self._outs))
+
+    def end(self) -> None:
+        """End the call; where nothing was handed over, wait until the caller's arrays are no longer used."""
+        if not self._over:
+            for queue in self._queues:
+                queue.wait()
+
+
+def broadcast_results(treedef: Any, views: Sequence[View | None], buffers: Sequence[Any]) -> Any:
+    """Return the tree of what a broadcast has left in buffers of the host."""
+    pairs = list(zip(views, buffers, strict=True))
+    arrays = [b if v is None or v.device == "cpu" else moved(b, v.device) for v, b in pairs]
+    values = [None if v is None else v.wrap(a) for v, a in zip(views, arrays, strict=True)]
+    there = [
+        (v.library, a) for v, a in zip(views, arrays, strict=True) if v is not None and v.device != "cpu"
+    ]
+    if there:
+        queues = {a.queue.number: a.queue for _, a in there}
+        order.Handover(there, list(queues.values()), views)()
+    return trees.unflatten(treedef, values)
