@@ -95,6 +95,8 @@ class Job:
         Where to note what is done when.
     hosts : Hosts, optional
         Where hosts add up their ranks' floats before they compress.
+    first_words : int
+        Most words of the first message, where ranks in different calls may send different numbers of them.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class Job:
         room: Callable[[int], Buffer | None] = lambda _nbytes: None,
         spans: CallSpans | None = None,
         hosts: Hosts | None = None,
+        first_words: int = 0,
     ) -> None:
+        self.first_words = first_words
         self.place, self.spans, self.hosts = room, spans, hosts
         self.plan, self.context, self.whole = plan, context, whole
         self.have, self.states = have, states or {}
@@ -349,10 +353,11 @@ class _Engine:
         """Send the header with the first scales, then the other scales."""
         agree, end = self.job.agree, self.end
         write_header(call, self.rank, agree)
-        yield from self.wire.move(Maximum(agree[:MESSAGE_WORDS]), 4 * MESSAGE_WORDS)
+        first = self._first(end)
+        yield from self.wire.move(Maximum(agree[:first]), 4 * first)
         error = yield from verify(call, self.rank, self.size, agree)
-        if error is None and end > MESSAGE_WORDS:
-            yield from self.wire.move(Maximum(agree[MESSAGE_WORDS:end]), 4 * (end - MESSAGE_WORDS))
+        if error is None and end > first:
+            yield from self.wire.move(Maximum(agree[first:end]), 4 * (end - first))
         if error is None:
             answer(self.running, Agree, agree[HEADER_WORDS:end])
         return error
@@ -363,14 +368,20 @@ class _Engine:
         write_summed(call, words)
         self.head_tag = words[end - 1] = self.wire.next_tag()
         words[end:MESSAGE_WORDS] = 0
-        first = WordAdd(words[:MESSAGE_WORDS], _within(self.head.lanes(SUM_WORDS), 0, MESSAGE_WORDS))
-        yield from self.wire.move(first, 4 * MESSAGE_WORDS)
+        first, lanes = self._first(end), self.head.lanes(SUM_WORDS)
+        yield from self.wire.move(WordAdd(words[:first], _within(lanes, 0, first)), 4 * first)
         error = yield from verify_summed(call, self.rank, self.size, words)
-        if error is None and end > MESSAGE_WORDS:
-            lanes = _within(self.head.lanes(SUM_WORDS), MESSAGE_WORDS, end)
-            rest = words[MESSAGE_WORDS:end]
+        if error is None and end > first:
+            lanes = _within(lanes, first, end)
+            rest = words[first:end]
             yield from self.wire.move(WordAdd(rest, lanes), rest.nbytes)
         return error
+
+    def _first(self, end: int) -> int:
+        """Return how many of the words up to ``end`` the first message carries: a number that ranks in other
+        calls have, too, or all of them, where these may have another one.
+        """
+        return end if MESSAGE_WORDS < end <= self.job.first_words else MESSAGE_WORDS
 
     def _presence(self) -> Generator[Transfer, None, Any]:
         """Find the leaves that at least one rank has."""

@@ -20,7 +20,8 @@ __all__ = ["Options", "Place"]
 class Place:
     """Where a rank stands: its number, the number of ranks, whether they share one host, the operations of
     its back end's own, where that would have the data of the next sum (None: anywhere), and whether it sums
-    lanes by itself; and the hosts, where these add up their ranks' floats before they compress.
+    lanes by itself; the hosts, where these add up their ranks' floats before they compress; and the most
+    words of the first message of a call, where that may be of different lengths on ranks in different calls.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class Place:
     room: Callable[[int], Buffer | None] = lambda _nbytes: None
     sums_lanes: bool = False
     hosts: Hosts | None = None
+    first_words: int = 0
 
 
 @dataclass(frozen=True, slots=True)

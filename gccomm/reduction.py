@@ -328,6 +328,7 @@ class Attempt:
             room=room,
             spans=spans,
             hosts=hosts,
+            first_words=self.place.first_words,
         )
 
     def _result(self, i: int, leaf: Leaf, spec: LeafSpec, integers: bool) -> Buffer:

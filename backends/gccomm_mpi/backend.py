@@ -21,6 +21,7 @@ from gccomm_mpi.hops import fold
 from gccomm_mpi.link import Flight
 from gccomm_mpi.messages import pieces
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
+from gccomm_mpi.small import SMALL_BYTES
 from gccomm_mpi.window import FEW_RANKS, Posted
 
 __all__ = ["MpiBackend", "open_backend"]
@@ -76,6 +77,15 @@ class MpiBackend:
     def no_threads(self) -> str:
         """Why no second thread may call MPI; empty where one may, at any time."""
         return thread_refusal()
+
+    @property
+    def first_words(self) -> int:
+        """Most words that :meth:`maximum` and :meth:`sum_words` take where ranks hold different numbers of
+        them, and reduce as far as all have some; 0: they do not. Equal on all ranks.
+        """
+        channel = self._channel
+        alone = channel.window is not None or channel.hierarchy is not None or self.size == 1
+        return 0 if alone else SMALL_BYTES // 4
 
     def maximum(self, words: Words, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""

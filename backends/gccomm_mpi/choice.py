@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -62,16 +62,18 @@ class Chooser:
             self.trials[key] = _Trial(tuple(names))
         return self.trials[key]
 
-    def try_next(self, kind: str, nbytes: int, link: Any, land: Any, moves: Mapping[str, Any]) -> None:
+    def try_next(
+        self, kind: str, nbytes: int, link: Any, land: Any, names: Sequence[str], moves: Callable[[str], Any]
+    ) -> None:
         """Reduce by the algorithm that is on trial, and settle on one after the last trial.
 
-        ``moves[name](link)`` begins an algorithm, ``land(moves)`` completes it.
+        ``moves(name)`` begins an algorithm, ``land(moves)`` completes it.
         """
-        trial = self._trial(kind, nbytes, list(moves))
+        trial = self._trial(kind, nbytes, names)
         name, warm = trial.names[trial.calls // ROUNDS], trial.calls % ROUNDS >= WARM_UP
         trial.calls += 1
         start = perf_counter()
-        land(moves[name](link))
+        land(moves(name))
         if warm:
             trial.seconds[name] = min(perf_counter() - start, trial.seconds.get(name, float("inf")))
         if trial.calls == ROUNDS * len(trial.names):

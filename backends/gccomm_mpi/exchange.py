@@ -58,39 +58,40 @@ def exchange(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
         A test that is to come true before the generator is resumed. All requests and arrays of one that is
         closed before its end are kept for good.
     """
+    if link.comm.size == 2:
+        yield from _swap(link, send, recv, operator)
+        return
     shares, rank = _shares(recv.size, link.comm.size), link.comm.rank
     mine, tag = shares[rank], link.next_tag()
     requests: list[Any] = []
-    width = recv.size if len(shares) == 2 else (len(shares) - 1) * (mine.stop - mine.start)
+    width = (len(shares) - 1) * (mine.stop - mine.start)
     with link.memory(recv.dtype, width, requests, send, recv) as scratch:
-        if len(shares) == 2:
-            yield from _swap(link, tag, send, recv, operator, scratch, requests)
-            return
         yield from _reduce(link, tag, [send[s] for s in shares], recv[mine], operator, scratch, requests)
         yield from _gather(link, tag, [recv[s] for s in shares], operator.datatype, requests)
 
 
-def _swap(
-    link: Link, tag: int, send: Array, recv: Array, operator: Operator, other: Array, requests: list[Any]
-) -> Moves:
+def _swap(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
     """Two ranks: each takes the other's array and adds it: as many bytes, half the waits.
 
-    Both operators and IEEE addition commute, so the two get the same bits.
+    Both operators and IEEE addition commute, so the two get the same bits. What has come is added while the
+    rest is on its way, in place once it has left.
     """
-    peer, datatype = 1 - link.comm.rank, operator.datatype
-    coming = post(link.comm.Irecv, other, datatype, peer, tag, link.segment_bytes)
-    requests += coming
-    requests += post(link.comm.Isend, send, datatype, peer, tag, link.segment_bytes)
-    if send is not recv:  # what has come is added while the rest is on its way
-        step = max(1, link.segment_bytes // recv.itemsize)
-        for low, request in zip(range(0, recv.size, step), coming, strict=True):
-            yield request.Test
+    peer, datatype, tag = 1 - link.comm.rank, operator.datatype, link.next_tag()
+    step = max(1, link.segment_bytes // recv.itemsize)
+    requests: list[Any] = []
+    with link.memory(recv.dtype, recv.size, requests, send, recv) as other:
+        coming = post(link.comm.Irecv, other, datatype, peer, tag, link.segment_bytes)
+        going = post(link.comm.Isend, send, datatype, peer, tag, link.segment_bytes)
+        requests += coming + going
+        for low, come, left in zip(range(0, recv.size, step), coming, going, strict=True):
+            yield come.Test
+            if send is recv:
+                yield left.Test
             part = slice(low, low + step)
             operator.combine(send[part], other[part], recv[part])
-    for request in requests:
-        yield request.Test
-    if send is recv:
-        operator.combine(send, other, recv)
+        if send is not recv:
+            for request in going:
+                yield request.Test
 
 
 def exchange_in_order(link: Link, words: Array, first: int, fold: Fold) -> Moves:

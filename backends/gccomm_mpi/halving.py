@@ -25,7 +25,7 @@ from gccomm_mpi.exchange import post
 from gccomm_mpi.link import Link, Moves
 from gccomm_mpi.operators import Operator
 
-__all__ = ["Where", "doubling", "halving", "halving_in_order"]
+__all__ = ["Add", "Folding", "Where", "doubling", "halving", "halving_in_order"]
 
 ALIGN = 32  # elements
 
@@ -71,7 +71,7 @@ def _run(link: Link, send: Array, recv: Array, datatype: Any, add: Add) -> Moves
 
 def doubling(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
     """Reduce small arrays: whole ones are swapped in each round. Arguments as of :func:`halving`."""
-    folding = _Folding(link)
+    folding = Folding(link)
     comm, tag, datatype = link.comm, link.next_tag(), operator.datatype
     held: list[Any] = []
     with link.memory(recv.dtype, 3 * recv.size, held, send, recv) as memory:
@@ -102,7 +102,7 @@ def doubling(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
             yield held[0].Test
 
 
-class _Folding:
+class Folding:
     """Which ranks take part: a power of two of places, and the neighbours of the first few."""
 
     def __init__(self, link: Link) -> None:
@@ -124,7 +124,7 @@ class _Halving:
 
     def __init__(self, link: Link, size: int, datatype: Any, add: Add) -> None:
         self.comm, self.tag, self.limit = link.comm, link.next_tag(), link.segment_bytes
-        self.datatype, self.add, self.folding = datatype, add, _Folding(link)
+        self.datatype, self.add, self.folding = datatype, add, Folding(link)
         self.room: Any = None
         self.requests: list[Any] = []
         self.halves: list[tuple[int, tuple[int, int], tuple[int, int]]] = []  # peer, kept, given, by round

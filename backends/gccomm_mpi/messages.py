@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from gccomm.operations import add_pair, reduce_parts
 from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange, exchange_in_order
-from gccomm_mpi.halving import Where, doubling, halving, halving_in_order
+from gccomm_mpi.halving import Add, Where, doubling, halving, halving_in_order
 from gccomm_mpi.link import Flight, Link, Moves
 from gccomm_mpi.operators import Operator
 from gccomm_mpi.ring import ring
+from gccomm_mpi.small import SMALL_BYTES, Small
 
 if TYPE_CHECKING:
     from gccomm_mpi.channel import Channel
@@ -44,12 +45,18 @@ class Messages:
         self.channel, self.link = channel, link
         self.size: int = link.comm.size
         self.max_count = MAX_COUNT  # elements per call of MPI's; equal on all ranks
+        self._small_ones = Small(channel, link)
 
     def reduce(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
         """Reduce `send` over the ranks into `recv`, of any size."""
         if self.size == 1:
             if send is not recv:
                 recv[...] = send
+            return
+        if 0 < recv.nbytes <= SMALL_BYTES:
+            if send is not recv:
+                recv[...] = send
+            self._small_ones.reduce(name, recv.reshape(-1), operator)
             return
         count = PIECE_BYTES // recv.itemsize if self._large(recv) else self.max_count
         for source, target in pieces(send, recv, min(self.max_count, count)):
@@ -60,10 +67,12 @@ class Messages:
     def begin(self, name: str, send: Array, recv: Array, operator: Operator) -> Flight | None:
         """Begin to reduce at most `PIECE_BYTES`; None: it is complete, while algorithms are on trial."""
         large = self._large(recv)
-        kind, table = ("large sums", ALGORITHMS) if large else ("small sums", self._small())
-        moves: dict[str, Callable[[Link], Moves]]
-        moves = {known: partial(_apply, run, send, recv, operator) for known, run in table.items()}
-        return self._begin(name, kind, recv, moves)
+        table: dict[str, Callable[..., Moves]] = ALGORITHMS if large else self._small()
+
+        def moves(known: str) -> Moves:
+            return table[known](self.link, send, recv, operator)
+
+        return self._begin(name, "large sums" if large else "small sums", recv, tuple(table), moves)
 
     def combine(self, name: str, operation: str, seed: int, words: Array) -> None:
         """Reduce words over the ranks by an operation of gccomm's own, in place."""
@@ -72,33 +81,34 @@ class Messages:
         count = min(self.max_count, PIECE_BYTES // words.itemsize)
         for place, (piece, _) in enumerate(pieces(words, words, count)):
             first, size = place * count, self.size
-            moves: dict[str, Callable[[Link], Moves]] = {
-                "direct": partial(_in_order, piece, first, partial(reduce_parts, operation, seed))
-            }
-            if size > 2 and size & size - 1 == 0:
 
-                def add(own: Array, other: Array, out: Array, at: Where, first: int = first) -> None:
-                    parts = (own, other) if at.lower else (other, own)
-                    number = self.size, at.round, at.pair
-                    add_pair(operation, seed, parts, first + at.start, out, number)
+            def add(own: Array, other: Array, out: Array, at: Where, first: int = first) -> None:
+                parts = (own, other) if at.lower else (other, own)
+                number = self.size, at.round, at.pair
+                add_pair(operation, seed, parts, first + at.start, out, number)
 
-                moves["halving"] = partial(_halved, piece, add)
-            flight = self._begin(name, f"reductions `{operation}`", piece, moves)
+            def moves(known: str, piece: Array = piece, first: int = first, add: Add = add) -> Moves:
+                if known == "halving":
+                    return halving_in_order(self.link, piece, add)
+                return exchange_in_order(self.link, piece, first, partial(reduce_parts, operation, seed))
+
+            names = ("direct", "halving") if size > 2 and size & size - 1 == 0 else ("direct",)
+            flight = self._begin(name, f"reductions `{operation}`", piece, names, moves)
             if flight is not None:
                 self.channel.land(flight)
 
     def _begin(
-        self, name: str, kind: str, recv: Array, moves: dict[str, Callable[[Link], Moves]]
+        self, name: str, kind: str, recv: Array, names: Sequence[str], moves: Callable[[str], Moves]
     ) -> Flight | None:
         chooser, channel = self.channel.chooser, self.channel
-        chosen = chooser.settled(kind, recv.nbytes, list(moves))
+        chosen = chooser.settled(kind, recv.nbytes, names)
         if chosen is not None:
-            return channel.launch(name, moves[chosen](self.link), (moves, recv))
+            return channel.launch(name, moves(chosen), (moves, recv))
 
         def land(begun: Moves) -> None:
             channel.land(channel.launch(name, begun, (moves, recv)))
 
-        chooser.try_next(kind, recv.nbytes, self.link, land, moves)
+        chooser.try_next(kind, recv.nbytes, self.link, land, names, moves)
         return None
 
     def _large(self, recv: Array) -> bool:
@@ -106,18 +116,6 @@ class Messages:
 
     def _small(self) -> dict[str, Callable[..., Moves]]:
         return {"mpi": by_mpi} if self.channel.one_host else _SMALL
-
-
-def _apply(run: Callable[..., Moves], send: Array, recv: Array, operator: Operator, link: Link) -> Moves:
-    return run(link, send, recv, operator)
-
-
-def _in_order(words: Array, first: int, fold: Any, link: Link) -> Moves:
-    return exchange_in_order(link, words, first, fold)
-
-
-def _halved(words: Array, add: Any, link: Link) -> Moves:
-    return halving_in_order(link, words, add)
 
 
 def pieces(send: Array, recv: Array, count: int) -> Iterator[tuple[Array, Array]]:
