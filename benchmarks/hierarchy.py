@@ -26,13 +26,13 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from gccomm_launch.arguments import byte_count, natural, output, positive
+from gccomm_launch.arguments import byte_count
 from gccomm_launch.bench import write_json
 from gccomm_launch.bench_report import machine, make_row
 from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
 from gccomm_launch.bench_ways import Way, codec_way
 from gccomm_launch.netlab import FasterThanLinkError, Lab
-from lab import finish, network, settle
+from lab import add_rounds, finish, network, settle
 from mpi4py import MPI
 
 import gccomm
@@ -97,12 +97,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Time all-reduces over hosts of several ranks; start it by `gccomm netlab run`."
     )
-    add = parser.add_argument
-    add("--size", type=byte_count, default=16 << 20, help="of the float32 array (default 16M)")
-    add("--iters", type=positive, default=15, metavar="N", help="rounds measured (default 15)")
-    add("--warmup", type=natural, default=2, metavar="N", help="rounds before (default 2)")
-    add("--seed", type=natural, default=0, metavar="N", help="of the inputs (default 0)")
-    add("--json", type=output, metavar="FILE", help="also write everything to FILE")
+    parser.add_argument(
+        "--size", type=byte_count, default=16 << 20, help="of the float32 array (default 16M)"
+    )
+    add_rounds(parser, iters=15)
     return parser.parse_args(argv)
 
 

@@ -162,17 +162,23 @@ def network(bandwidth: float | None, mpi: MPI.Intracomm) -> tuple[Lab, list[int]
     return lab, [int(re.sub(r"\D", "", name)) for name in names]
 
 
+def add_rounds(parser: argparse.ArgumentParser, iters: int, warmup: int = 2) -> None:
+    """Add the options that benchmarks over links share, with the default numbers of rounds."""
+    add = parser.add_argument
+    add("--iters", type=positive, default=iters, metavar="N", help="rounds measured (default %(default)s)")
+    add("--warmup", type=natural, default=warmup, metavar="N", help="rounds before (default %(default)s)")
+    add("--seed", type=natural, default=0, metavar="N", help="of the inputs (default 0)")
+    add("--json", type=output, metavar="FILE", help="also write everything to FILE")
+
+
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Time all-reduces over links; start it by `gccomm netlab run`."
     )
     add = parser.add_argument
     add("--size", type=byte_count, nargs="+", default=[16 << 20], help="of the float32 array (default 16M)")
-    add("--iters", type=positive, default=11, metavar="N", help="rounds measured (default 11)")
-    add("--warmup", type=natural, default=2, metavar="N", help="rounds before (default 2)")
-    add("--seed", type=natural, default=0, metavar="N", help="of the inputs (default 0)")
     add("--bandwidth", type=float, metavar="MB/s", help="of a link (default: as `netlab probe` measured)")
-    add("--json", type=output, metavar="FILE", help="also write everything to FILE")
+    add_rounds(parser, iters=11)
     options = parser.parse_args(argv)
     if options.bandwidth is not None and not options.bandwidth > 0:
         parser.error(f"--bandwidth must be positive; got {options.bandwidth}")

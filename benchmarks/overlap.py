@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gccomm_launch.arguments import byte_count, natural, output, positive
+from gccomm_launch.arguments import byte_count
 from gccomm_launch.bench import write_json
 from gccomm_launch.bench_report import machine
 from gccomm_launch.bench_timing import StoppedError, Stopper, interleaved
 from gccomm_launch.netlab import FasterThanLinkError, Lab
+from lab import add_rounds, finish
 from mpi4py import MPI
 
 import gccomm
@@ -141,10 +142,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--codec", default="uniform:wire_bits=8", help="default uniform:wire_bits=8")
     add("--bucket", type=byte_count, default=4 << 20, help="bucket_bytes of the reducer (default 4M)")
     add("--compute", type=float, default=100.0, metavar="MS", help="of a backward pass (default 100)")
-    add("--iters", type=positive, default=15, metavar="N", help="rounds measured (default 15)")
-    add("--warmup", type=natural, default=4, metavar="N", help="rounds before (default 4)")
-    add("--seed", type=natural, default=0, metavar="N", help="of the inputs (default 0)")
-    add("--json", type=output, metavar="FILE", help="also write everything to FILE")
+    add_rounds(parser, iters=15, warmup=4)
     return parser.parse_args(argv)
 
 
@@ -176,14 +174,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json is not None:
             write_json(options.json, report)
     return 0
-
-
-def finish(text: str, status: int) -> int:
-    """Say why on rank 0, and end in a way that makes mpi4py's runner abort nothing."""
-    if MPI.COMM_WORLD.rank == 0:
-        print(text, file=sys.stderr, flush=True)
-    MPI.Finalize()
-    return status
 
 
 if __name__ == "__main__":

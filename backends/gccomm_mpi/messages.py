@@ -26,6 +26,7 @@ Array = npt.NDArray[Any]
 # Elements per MPI call: counts and byte counts stay far from 2^31 in every library.
 MAX_COUNT = 1 << 28
 
+# In either table the first one is kept to unless another is clearly faster.
 ALGORITHMS = {"ring": ring, "direct": exchange, "halving": halving, "mpi": by_mpi}
 _SMALL = {"halving": doubling, "mpi": by_mpi}
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gccomm_mpi import ring as ring_module
-from gccomm_mpi.choice import ROUNDS
+from gccomm_mpi.choice import CLEARLY, ROUNDS
 from gccomm_mpi.halving import doubling
 from gccomm_mpi.messages import ALGORITHMS
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
@@ -115,7 +115,9 @@ def test_the_fastest_algorithm_is_agreed_upon(
             assert (words == call * world.size + world.size * (world.size - 1) // 2).all()
         assert [trial.chosen is None for trial in chooser.trials.values()] == [call < trials - 1] * 2
     chosen = [(trial.chosen, trial.seconds) for trial in chooser.trials.values()]
-    assert all(seconds[name] == min(seconds.values()) for name, seconds in chosen)
+    for name, seconds in chosen:  # the first one, unless another is clearly faster
+        fastest = min(seconds, key=lambda known: seconds[known])
+        assert name == (fastest if seconds[fastest] < CLEARLY * seconds["ring"] else "ring")
     assert all(set(seconds) == set(ALGORITHMS) for _, seconds in chosen)
     assert all(found == chosen for found in world.allgather(chosen))
     table = chooser.table()
