@@ -1,12 +1,12 @@
 """The agreement message: proves with one MAX that all ranks make the same call, and says who differs where
 they do not.
 
-Every collective entry point starts with one MAX all-reduce of exactly :data:`MESSAGE_WORDS` uint32 words: a
-header and the first scales. Header fields travel as pairs (v, ~v): max(v) = v and max(~v) = ~v hold together
-only if all ranks sent the same v, in signed and unsigned order alike. Ranks in different calls therefore
-complete the same message and all see the mismatch; a rank whose own arguments are bad takes part with the
-error flag set. Only then a second exchange carries text, one slot a rank, so that the error names ranks and
-fields.
+Every collective entry point starts with one MAX all-reduce of :data:`MESSAGE_WORDS` uint32 words, a header
+and the first scales; of more only where a back end lets ranks hold different numbers of them. Header fields
+travel as pairs (v, ~v): max(v) = v and max(~v) = ~v hold together only if all ranks sent the same v, in
+signed and unsigned order alike. Ranks in different calls therefore complete the same message and all see the
+mismatch; a rank whose own arguments are bad takes part with the error flag set. Only then a second exchange
+carries text, one slot a rank, so that the error names ranks and fields.
 """
 
 from __future__ import annotations

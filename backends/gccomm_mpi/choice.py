@@ -20,8 +20,8 @@ __all__ = ["Chooser"]
 ROUNDS, WARM_UP = 5, 2
 
 # What part of the first one's time in a trial another one may take, to be chosen. Trials are of one message
-# at a time. Where pieces follow each other, what a ring waits for at its start and end hides behind others, and
-# it keeps all links in step: there it is the fastest, though by itself it may be a tenth slower.
+# at a time. Where pieces follow each other, what a ring waits for at its start and end hides behind others,
+# and it keeps all links in step: there it is the fastest, though by itself it may be a tenth slower.
 CLEARLY = 0.85
 
 
