@@ -25,6 +25,7 @@ __all__ = [
     "Backend",
     "Bytes",
     "Connect",
+    "DeviceBuffer",
     "FloatName",
     "Patience",
     "Wait",
@@ -45,6 +46,27 @@ FloatName = Literal["float32", "float64", "bfloat16", "float16"]
 Activity = str | Callable[[], str]
 
 
+class DeviceBuffer(Protocol):
+    """Words or floats in a device's memory, as the next work on a stream finds them.
+
+    Attributes
+    ----------
+    address, size : int
+        Where they begin, and how many there are.
+    stream : int
+        Handle of the stream: an operation comes after what it holds, and before what it gets later.
+    """
+
+    @property
+    def address(self) -> int: ...  # noqa: D102
+
+    @property
+    def size(self) -> int: ...  # noqa: D102
+
+    @property
+    def stream(self) -> int: ...  # noqa: D102
+
+
 class Backend(Protocol):
     """One process of a group, and the collective operations of that group.
 
@@ -52,7 +74,8 @@ class Backend(Protocol):
     words or of floats, goes without a copy (uint8, or None where there is no such memory), and the sum from
     there to elsewhere; and ``begin(kind, send, recv)`` and ``end(handle)``: a reduction ("words", "maximum"
     or a `FloatName`), begun and completed, of which two are on their way at a time (handle None: it is
-    complete). Where its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself,
+    complete); ``go_on()`` lets these go on where the host waits for a device, and returns whether there are
+    any. Where its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself,
     as a `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding. With
     ``first_words`` above 0 it takes the maximum or sum of up to so many words where ranks hold different
     numbers of them, and reduces those that all hold: first messages of calls may then be that long.
@@ -62,6 +85,10 @@ class Backend(Protocol):
     and ``no_threads``, a text that says why no second thread may call, if none may.
     complete). Where `operations` holds "fold" it has ``fold_words(step, sent, folded)``: it encodes, folds
     over the ranks and decodes as a :class:`gccomm.steps.Fold` says, in memory for the words before and after.
+
+    One that reduces in the memory of devices has ``takes_device(device)``: whether `maximum`, `sum_words` and
+    `sum_floats` also take `DeviceBuffer` objects of a device ("cuda:0"). These calls return when the work is
+    enqueued; where it fails, a later call raises. ``sum_many(pairs, dtype)`` sums several in one launch.
 
     And one whose hosts add up floats before they are compressed has ``hosts`` (`gccomm.hosts.Hosts`, or
     None), ``host_sum(send, recv, dtype, place)``, the sum over a host's ranks into ``recv`` of the one at a

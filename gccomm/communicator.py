@@ -63,8 +63,8 @@ class Communicator:
         lanes = getattr(backend, "sums_lanes", False)
         hosts: Hosts | None = getattr(backend, "hosts", None)
         where = backend.rank, backend.size, backend.one_host
-        first = getattr(backend, "first_words", 0)
-        self._place = Place(*where, operations, room_of(backend), lanes, hosts, first)
+        first, go_on = getattr(backend, "first_words", 0), getattr(backend, "go_on", None)
+        self._place = Place(*where, operations, room_of(backend), lanes, hosts, first, go_on)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0

@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gccomm import memory
 from gccomm.agreement import (
     HEADER_WORDS,
     MESSAGE_WORDS,
@@ -113,7 +115,9 @@ class Job:
         hosts: Hosts | None = None,
         first_words: int = 0,
     ) -> None:
-        self.first_words = first_words
+        self.first_words, words_of = first_words, scratch
+        if plan.devices:  # a copy from a device into pinned memory is the fastest; back ends go on from there
+            room, words_of = (lambda _nbytes: None), partial(memory.pinned_words, plan.devices[0])
         self.place, self.spans, self.hosts = room, spans, hosts
         self.plan, self.context, self.whole = plan, context, whole
         self.have, self.states = have, states or {}
@@ -122,12 +126,12 @@ class Job:
         self.parts = [self._parts(number) for number in range(plan.plain, len(plan.pieces))]
         pieces = plan.agree_words or [0]
         scales = sum(pieces) if whole else max(pieces)
-        self.agree = scratch(HEADER_WORDS + max(scales, SCALE_WORDS))
+        self.agree = words_of(HEADER_WORDS + max(scales, SCALE_WORDS))
         self.room = max((sum(map(self._room, piece)) for piece in plan.pieces), default=0)
         count = max(SUM_WORDS + self.room + 2, MESSAGE_WORDS)
-        self.words = scratch(count)
+        self.words = words_of(count)
         self.depth = self._depth()
-        self.more = [scratch(count) for _ in range(1, self.depth)]  # of other pieces on their way
+        self.more = [words_of(count) for _ in range(1, self.depth)]  # of other pieces on their way
 
     def _depth(self) -> int:
         """Return how many pieces are on their way at a time: one where codecs keep much for their pieces,

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from gccomm import kernels
+from gccomm.steps import Words
 
-__all__ = ["address", "device_of", "empty", "moved"]
+__all__ = ["address", "device_of", "empty", "moved", "pinned_words"]
 
 
 def device_of(array: Any) -> str:
@@ -36,3 +37,9 @@ def moved(array: Any, device: str) -> Any:
     made = empty(device, array.size, array.dtype)
     made[...] = array
     return made
+
+
+def pinned_words(device: str, count: int) -> Words:
+    """Return memory of the host for so many words, which a device reads and writes at full speed."""
+    words: Words = kernels.of_device(device).launcher.queue.pinned_bytes(4 * count).view(np.uint32)
+    return words

@@ -27,6 +27,8 @@ class DeviceCall:
         By leaf: inputs and outputs.
     when : Moment, optional
         What the arrays come after; by default, the current streams of this thread.
+    go_on : callable, optional
+        Lets what is on its way between ranks go on while the host waits for a device.
     """
 
     def __init__(
@@ -35,11 +37,14 @@ class DeviceCall:
         views: Sequence[View | None],
         outs: Sequence[View | None],
         when: order.Moment | None = None,
+        go_on: Callable[[], bool] | None = None,
     ) -> None:
         self._plan, self._views, self._outs = plan, views, outs
         self._queues = [kernels.of_device(name).launcher.queue for name in plan.devices]
         self._staged: list[Buffer] = []
         self._over = False
+        for queue in self._queues:
+            queue.meanwhile(go_on)
         order.begin([*views, *outs], when)
 
     def source(self, i: int) -> int:
@@ -72,8 +77,9 @@ class DeviceCall:
 
     def end(self) -> None:
         """End the call; where nothing was handed over, wait until the caller's arrays are no longer used."""
-        if not self._over:
-            for queue in self._queues:
+        for queue in self._queues:
+            queue.meanwhile(None)
+            if not self._over:
                 queue.wait()
 
 

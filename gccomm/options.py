@@ -20,8 +20,9 @@ __all__ = ["Options", "Place"]
 class Place:
     """Where a rank stands: its number, the number of ranks, whether they share one host, the operations of
     its back end's own, where that would have the data of the next sum (None: anywhere), and whether it sums
-    lanes by itself; the hosts, where these add up their ranks' floats before they compress; and the most
-    words of the first message of a call, where that may be of different lengths on ranks in different calls.
+    lanes by itself; the hosts, where these add up their ranks' floats before they compress; the most words of
+    the first message of a call, where that may be of different lengths on ranks in different calls; and what
+    lets reductions on their way go on, and returns whether there are any.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Place:
     sums_lanes: bool = False
     hosts: Hosts | None = None
     first_words: int = 0
+    go_on: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)

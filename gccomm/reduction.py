@@ -228,7 +228,7 @@ class Attempt:
         self._check_operations(plan)
         self._outs = self._look_at_out(out, keys)
         if plan.devices:
-            self._devices = DeviceCall(plan, self._views, self._outs, when)
+            self._devices = DeviceCall(plan, self._views, self._outs, when, self.place.go_on)
         self._bind(plan)
         self._check_finite(plan)
         if self.spans is not None:

@@ -56,6 +56,11 @@ class Stream:
             while self.todo and not reached():
                 self.todo.popleft()()
 
+    def step(self) -> None:
+        with self.cupy.lock:
+            if self.todo:
+                self.todo.popleft()()
+
     def synchronize(self) -> None:
         self.waits += 1
         self.run_until(lambda: False)
@@ -73,11 +78,16 @@ class Event:
 
     def __init__(self, cupy: FakeCupy) -> None:
         self.mark: Mark | None = None
+        self.asked = 0
         self.ptr = next(cupy.numbers)
         cupy.events[self.ptr] = self
 
     @property
     def done(self) -> bool:
+        """Whether it has come; who asks often sees the stream go on."""
+        self.asked += 1
+        if self.mark is not None and self.asked > 3:
+            self.mark.stream.step()
         return self.mark is None or self.mark.reached
 
     def synchronize(self) -> None:
@@ -96,6 +106,7 @@ class Memory:
         self.bytes = self.room[start : start + nbytes]
         self.ptr = self.bytes.ctypes.data
         cupy.allocated[self.ptr] = nbytes, self.device
+        cupy.rooms.append(self.room)  # what reads it too late finds rubbish, and no fault
 
     def __del__(self) -> None:
         room, ptr, cupy = self.room, self.ptr, self.cupy
@@ -114,19 +125,27 @@ class MemoryPointer:
         self.mem, self.ptr = mem, mem.ptr + offset
 
 
-class Pinned:
+class Pinned(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Pinned host memory, whose room others get at once."""
 
-    def __init__(self, cupy: FakeCupy, nbytes: int) -> None:
-        self._room = np.zeros(nbytes, np.uint8)
-        self.ptr = self._room.ctypes.data
-        cupy.pinned.append(self._room)
+    cupy: FakeCupy | None = None
+
+    @classmethod
+    def of(cls, cupy: FakeCupy, nbytes: int) -> Pinned:
+        made = np.zeros(nbytes, np.uint8).view(cls)
+        cupy.pinned.append(made.base)
         cupy.held += 1
-        self._cupy = cupy
+        made.cupy = cupy
+        return made
+
+    @property
+    def ptr(self) -> int:
+        return int(self.ctypes.data)
 
     def __del__(self) -> None:
-        self._room[:] = 0xEE
-        self._cupy.held -= 1
+        if self.cupy is not None:
+            np.asarray(self)[:] = 0xEE
+            self.cupy.held -= 1
 
 
 class Device:
@@ -189,8 +208,10 @@ class ndarray:  # noqa: N801
         assert value.shape == self.shape
         assert value.dtype == self.dtype
 
+        to, source = self.host(), value.host()  # as on a device: nothing keeps the memory
+
         def copy() -> None:
-            self.host()[...] = value.host()
+            to[...] = source
 
         self.cupy.current().todo.append(copy)
 
@@ -230,6 +251,7 @@ class FakeCupy:
         self.defaults = [Stream(self, number, 0) for number in range(max(devices, 1))]
         self.events: WeakValueDictionary[int, Event] = WeakValueDictionary()
         self.allocated: dict[int, tuple[int, int]] = {}
+        self.rooms: list[Any] = []
         self.pinned: list[Any] = []
         self.held = 0
         self.loaded: list[str] = []
@@ -245,7 +267,7 @@ class FakeCupy:
             MemoryPointer=MemoryPointer,
             UnownedMemory=self._unowned,
             alloc=lambda nbytes: MemoryPointer(Memory(self, nbytes), 0),
-            alloc_pinned_memory=lambda nbytes: Pinned(self, nbytes),
+            alloc_pinned_memory=lambda nbytes: Pinned.of(self, nbytes),
             get_current_stream=self.current,
         )
 
@@ -263,6 +285,7 @@ class FakeCupy:
             memsetAsync=self._set,
             eventRecord=self._record,
             streamWaitEvent=self._wait_event,
+            streamSynchronize=lambda ptr: self._stream_at(ptr).synchronize(),
         )
 
     # Streams and devices

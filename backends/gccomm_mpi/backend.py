@@ -157,6 +157,11 @@ class MpiBackend:
             assert channel.window is not None
             channel.window.finish(handle)
 
+    def go_on(self) -> bool:
+        """Let reductions on their way go on, without waiting; return whether there are any."""
+        self._channel.go_on()
+        return bool(self._channel.flights)
+
     def sum_floats(self, send: Array, recv: Array, dtype: FloatName, /) -> None:
         """Write the sum of `send` over the ranks to `recv`; its order depends on size and library.
 
@@ -236,7 +241,7 @@ class MpiBackend:
             comm = channel.comm.Split(MPI.UNDEFINED if color is None else color, key)
             if comm == MPI.COMM_NULL:
                 return None
-            return MpiBackend(Channel(comm, hierarchical=self._channel.hierarchical))
+            return type(self)(Channel(comm, hierarchical=self._channel.hierarchical))
 
     def close(self) -> None:
         """Release this handle; the last one on a communicator frees it, collectively, unless it is broken."""
@@ -278,4 +283,8 @@ def open_backend(comm: Any = None, hierarchical: bool | None = None) -> MpiBacke
     if channel.broken is not None:
         message = f"the communicator that gccomm keeps for this one is broken: {channel.broken}"
         raise BackendError(message)
+    if channel.takes_cuda:
+        from gccomm_mpi.cuda import CudaBackend
+
+        return CudaBackend(channel)
     return MpiBackend(channel)

@@ -17,6 +17,7 @@ from gccomm.backends import Patience
 from gccomm.errors import BackendError
 from gccomm.hosts import Hosts
 from gccomm_mpi.choice import Chooser
+from gccomm_mpi.device import require_cuda
 from gccomm_mpi.failure import abandon, abort_job
 from gccomm_mpi.hierarchy import Hierarchy
 from gccomm_mpi.link import Flight, Link, Moves
@@ -65,9 +66,12 @@ class Channel:
         self.background = False  # the program computes meanwhile
         self.thread = threading.get_ident()
         self.flights: list[Flight] = []  # on their way
+        self.overseers: list[tuple[Callable[[], BaseException | None], Callable[[], None]]] = []  # of devices
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         settings = _settings(comm, hierarchical)
-        self.hierarchical = hierarchical
+        if settings.cuda:
+            _agree_on(comm, require_cuda)
+        self.hierarchical, self.takes_cuda = hierarchical, settings.cuda
         self.chooser = Chooser(settings.algorithm)
         host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self.local_rank: int = host.rank
@@ -248,12 +252,13 @@ class Operation:
 
 class Settings(NamedTuple):
     """Whether ranks of a host share memory; "flat", "words" or "floats": what hosts of several ranks do
-    first; and the algorithm that is named.
+    first; the algorithm that is named; and whether the MPI library is given memory of devices.
     """
 
     windows: bool
     levels: str
     algorithm: str | None
+    cuda: bool
 
 
 _LEVELS = {"": "words", "0": "flat", "1": "words", "words": "words", "floats": "floats"}
@@ -269,7 +274,7 @@ def _settings(comm: Any, hierarchical: bool | None) -> Settings:
     """
     switch = ("", "0", "1")
     allowed: dict[str, tuple[str, ...]] = {"GCCOMM_WINDOW": switch, "GCCOMM_HIERARCHY": tuple(_LEVELS)}
-    allowed["GCCOMM_ALLREDUCE"] = ("", *ALGORITHMS)
+    allowed |= {"GCCOMM_ALLREDUCE": ("", *ALGORITHMS), "GCCOMM_MPI_CUDA": switch}
     mine = [os.environ.get(variable, "") for variable in allowed]
     found, asked = zip(*comm.allgather((mine, hierarchical)), strict=True)
     for (variable, values), texts in zip(allowed.items(), zip(*found, strict=True), strict=True):
@@ -287,10 +292,22 @@ def _settings(comm: Any, hierarchical: bool | None) -> Settings:
             differ = f"{asked[0]} on rank 0, {value} on rank {rank}"
             msg = f"`hierarchical` must be equal on all ranks; it is {differ}"
             raise ValueError(msg)
-    window, levels, algorithm = found[0]
+    window, levels, algorithm, cuda = found[0]
     if levels == "" and asked[0] is not None:
         levels = "floats" if asked[0] else "0"
-    return Settings(window != "0", _LEVELS[levels], algorithm or None)
+    return Settings(window != "0", _LEVELS[levels], algorithm or None, cuda == "1")
+
+
+def _agree_on(comm: Any, check: Callable[[], None]) -> None:
+    """Raise the error of a check on all ranks, where it fails on one; collective."""
+    text = ""
+    try:
+        check()
+    except BackendError as error:
+        text = f"rank {comm.rank}: {error}"
+    texts = [found for found in comm.allgather(text) if found]
+    if texts:
+        raise BackendError(texts[0])
 
 
 def thread_refusal() -> str:

@@ -14,7 +14,17 @@ from gccomm.kernels.cuda.compiled import compiled
 from gccomm.kernels.cuda.device import DeviceKernels, Launcher
 from gccomm.kernels.cuda.queue import Queue
 
-__all__ = ["CupyLauncher", "current_device", "device_kernels", "device_of", "forget_devices", "queue_of"]
+__all__ = [
+    "CupyLauncher",
+    "copy_from",
+    "copy_to",
+    "current_device",
+    "device_kernels",
+    "device_of",
+    "forget_devices",
+    "queue_of",
+    "synchronize",
+]
 
 BLOCKS_AT_ONCE = 16  # thread blocks for each multiprocessor: 2048 threads, as many as it holds
 
@@ -125,6 +135,27 @@ def device_of(address: int) -> int:
         CuPy is not installed.
     """
     return int(_cupy().cuda.runtime.pointerGetAttributes(address).device)
+
+
+def synchronize(stream: int) -> None:
+    """Let the host wait until a stream has done all it has to do by now."""
+    _cupy().cuda.runtime.streamSynchronize(stream)
+
+
+def copy_from(to: npt.NDArray[Any], source: int, stream: int) -> None:
+    """Copy device memory to an array of the host, after what a stream has to do by now; waits."""
+    runtime = _cupy().cuda.runtime
+    if to.nbytes:
+        runtime.memcpyAsync(to.ctypes.data, source, to.nbytes, runtime.memcpyDeviceToHost, stream)
+        runtime.streamSynchronize(stream)
+
+
+def copy_to(to: int, source: npt.NDArray[Any], stream: int) -> None:
+    """Copy an array of the host to device memory, before what a stream is asked for later; waits."""
+    runtime = _cupy().cuda.runtime
+    if source.nbytes:
+        runtime.memcpyAsync(to, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)
+        runtime.streamSynchronize(stream)
 
 
 def forget_devices() -> None:

@@ -10,6 +10,7 @@ import ctypes
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -143,6 +144,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.taken: list[Any] = []
         self.pinned: list[Any] = []
+        self.go_on: Callable[[], bool] | None = None
 
 
 class Queue:
@@ -211,9 +213,19 @@ class Queue:
                 self._runtime.streamWaitEvent(stream, at.ptr)
 
     def wait(self) -> None:
-        """Let the host wait until all is done."""
-        self._stream.synchronize()
+        """Let the host wait until all is done; what is on its way between ranks goes on meanwhile."""
+        go_on = self._local.go_on
+        if go_on is not None and go_on():
+            event = self.record()
+            while not event.done:
+                go_on()
+        else:
+            self._stream.synchronize()
         self._land()
+
+    def meanwhile(self, go_on: Callable[[], bool] | None) -> None:
+        """Have waits of this thread call a function, as long as it returns that something is on its way."""
+        self._local.go_on = go_on
 
     # Memory
 
@@ -248,8 +260,9 @@ class Queue:
             local.pinned = []
         local.taken.clear()
         if wait:
-            self._stream.synchronize()
-        self._land()
+            self.wait()
+        else:
+            self._land()
 
     def _land(self) -> None:
         while self._flying:
@@ -260,6 +273,12 @@ class Queue:
             if not event.done:
                 self._flying.appendleft((event, pinned))
                 return
+
+    def pinned_bytes(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return pinned memory of the host, of no known content."""
+        with self._device:
+            memory = self._cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+        return np.frombuffer(memory, np.uint8, nbytes)
 
     # Copies
 
