@@ -43,7 +43,9 @@ class CudaBackend(MpiBackend):
             raise BackendError(f"this communicator is broken: {self._channel.broken}")
 
     def oversee(self, look: Callable[[], BaseException | None], doom: Callable[[], None]) -> None:
-        """Have ``look()`` called before each reduction on a device; the error that it returns ends all."""
+        """Have ``look()`` called before each reduction on a device, which raises the error that it returns,
+        after ``doom()``.
+        """
         self._channel.overseers.append((look, doom))
 
     def maximum(self, words: Words | DeviceBuffer, /) -> None:
@@ -88,6 +90,11 @@ class CudaBackend(MpiBackend):
         return None
 
     def _reduce_there(self, name: str, send: DeviceBuffer, recv: DeviceBuffer, operator: Operator) -> None:
+        for look, doom in self._channel.overseers:
+            error = look()
+            if error is not None:
+                doom()
+                raise error
         if operator.kind in ("bfloat16", "float16"):
             reduce_by_host(send, recv, operator, lambda a, b: self._reduce(name, a, b, operator))
             return

@@ -27,6 +27,7 @@ CODECS = (
 def ranks(request: pytest.FixtureRequest, world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A communicator whose ranks share memory, or do not, or are on several hosts."""
     monkeypatch.setenv("GCCOMM_WINDOW", "0" if request.param == "messages" else "1")
+    monkeypatch.setenv("GCCOMM_ALLREDUCE", "ring")  # whose order float sums have
     floats = request.param == "floats of hosts"
     if "hosts" in request.param:
         duplicate = gccomm_mpi.channel._duplicate
