@@ -67,7 +67,7 @@ class Repeat:
         self._nbytes = x.coordinates * self._dtype.itemsize
         self._header = np.zeros(HEADER_WORDS, np.uint32)
         write_header(call, context.rank, self._header)
-        self._agree, self._end = scratch(MESSAGE_WORDS), HEADER_WORDS
+        self._agree, self._end = scratch(max(MESSAGE_WORDS, HEADER_WORDS + x.blocks)), HEADER_WORDS
         self._words = scratch(x.message_room + 1)
         self._lanes: LaneSum | None = None  # which serves all calls
         self._running: Running | None = None
@@ -110,7 +110,8 @@ class Repeat:
         call, agree, x, context = self.call, self._agree, self._x, self._context
         wire = Wire(context.rank, context.size)
         wire.tag, outcome = tag_of(call), Outcome(stats=wire.stats)
-        yield from wire.move(Maximum(agree), agree.nbytes)
+        first = agree[: max(MESSAGE_WORDS, self._end)]
+        yield from wire.move(Maximum(first), first.nbytes)
         if (agree[:HEADER_WORDS] != self._header).any():
             outcome.error = yield from verify(call, context.rank, context.size, agree)
             if outcome.error is not None:
@@ -195,24 +196,25 @@ class Repeats:
         if attempt.measures:
             return  # its pieces are others
         at, options = (tree.shape, tree.dtype), reduction.options
-        hosted = attempt.place.hosts is not None
-        if at in self._kept or hosted or options.nonfinite == "raise" or not _suits(plan, context):
+        place = attempt.place
+        if at in self._kept or options.nonfinite == "raise" or not _suits(plan, context, place):
             return
         sizes = options.piece_coordinates, options.bucket_bytes
         own = Plan(plan.specs, context.size, options.seed, *sizes, lane_sums=plan.lane_sums)
         while len(self._kept) >= KEPT:
             self._kept.pop(next(iter(self._kept)))
-        self._kept[at] = Repeat(attempt.call, own, context, attempt.place)
+        self._kept[at] = Repeat(attempt.call, own, context, place)
 
 
-def _suits(plan: Plan, context: Context) -> bool:
+def _suits(plan: Plan, context: Context, place: Place) -> bool:
     """Return whether calls of a plan can be repeated."""
-    if len(plan.operands) != 1 or plan.operands[0].count != 1:
+    if place.hosts is not None or len(plan.operands) != 1 or plan.operands[0].count != 1:
         return False
     x, spec = plan.operands[0], plan.specs[0]
     if spec.dtype not in _FLOATS or spec.shape != spec.row_shape or spec.device != "cpu" or spec.feedback:
         return False
-    small = x.coordinates * spec.item_bytes <= LONGEST_BYTES and x.blocks <= SCALE_WORDS
+    scales = max(SCALE_WORDS, place.first_words - HEADER_WORDS)  # that go with the header
+    small = x.coordinates * spec.item_bytes <= LONGEST_BYTES and x.blocks <= scales
     return small and _speaks_for_itself(type(spec.route)) and spec.route.repeats(context)
 
 

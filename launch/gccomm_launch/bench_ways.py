@@ -104,9 +104,10 @@ def codec_way(name: str, x: Array, comm: gccomm.Communicator, op: str = "sum") -
     x = x.reshape(-1, BLOCK) if x.size % BLOCK == 0 else x
     if codec.stateful:
         reducer = gccomm.Reducer(codec, comm=comm, op=op)
-        return Way(
-            name, "codec", lambda: reducer({"x": x})["x"].reshape(-1), lambda: reducer.stats.wire_bytes
-        )
+        if codec.biased:  # error feedback wants a key
+            named = {"x": x}
+            return Way(name, "codec", lambda: reducer(named)["x"].reshape(-1), lambda: reducer.stats.wire_bytes)
+        return Way(name, "codec", lambda: reducer(x).reshape(-1), lambda: reducer.stats.wire_bytes)
 
     def call() -> Array:
         result: Array = comm.compressed_allreduce(x, op, codec)

@@ -12,7 +12,8 @@ import gccomm
 from gccomm.repeats import Repeat
 
 CODECS = ["uniform:wire_bits=5", "rotated", "raw", "bf16"]
-SHAPES = [(1024,), (5,), (130, 513), (1, 180 * 1024 + 3)]
+LONG = (256 * 1024,)  # whose scales go with the header only where first messages may be longer
+SHAPES = [(1024,), (5,), (130, 513), (1, 180 * 1024 + 3), LONG]
 CALLS = 5
 
 
@@ -54,7 +55,8 @@ def test_bits_of_other_calls(
         assert not steps
         # The last call is repeated by rank 0 alone.
         found = calls(comm, codec, shape, {4} if comm.rank else set())
-    assert steps == ([2, 3] if comm.rank else [2, 3, 4])
+    repeated = shape != LONG or comm._backend.first_words > 0  # type: ignore[attr-defined]
+    assert steps == ([] if not repeated else [2, 3] if comm.rank else [2, 3, 4])
     assert found == expected
 
 
