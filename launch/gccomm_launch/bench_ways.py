@@ -104,10 +104,14 @@ def codec_way(name: str, x: Array, comm: gccomm.Communicator, op: str = "sum") -
     x = x.reshape(-1, BLOCK) if x.size % BLOCK == 0 else x
     if codec.stateful:
         reducer = gccomm.Reducer(codec, comm=comm, op=op)
-        if codec.biased:  # error feedback wants a key
-            named = {"x": x}
-            return Way(name, "codec", lambda: reducer(named)["x"].reshape(-1), lambda: reducer.stats.wire_bytes)
-        return Way(name, "codec", lambda: reducer(x).reshape(-1), lambda: reducer.stats.wire_bytes)
+        tree = {"x": x} if codec.biased else x  # error feedback wants a key
+
+        def step() -> Array:
+            found = reducer(tree)
+            result: Array = (found["x"] if codec.biased else found).reshape(-1)
+            return result
+
+        return Way(name, "codec", step, lambda: reducer.stats.wire_bytes)
 
     def call() -> Array:
         result: Array = comm.compressed_allreduce(x, op, codec)
