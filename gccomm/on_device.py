@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,11 @@ class DeviceCall:
         self._plan, self._views, self._outs = plan, views, outs
         self._queues = [kernels.of_device(name).launcher.queue for name in plan.devices]
         self._staged: list[Buffer] = []
+        self._homes = {  # where results of the host's work go: allocated before anything is sent
+            i: empty(spec.device, math.prod(spec.row_shape), STORAGE.get(spec.dtype) or spec.dtype)
+            for i, (spec, out) in enumerate(zip(plan.specs, outs, strict=True))
+            if spec.staged and out is None
+        }
         self._over = False
         for queue in self._queues:
             queue.meanwhile(go_on)
@@ -61,9 +67,9 @@ class DeviceCall:
 
     def bring(self, results: list[Any]) -> None:
         """Bring the results that were made on the host, and go into no output, to their devices."""
-        for i, (spec, out) in enumerate(zip(self._plan.specs, self._outs, strict=True)):
-            if out is None:
-                results[i] = moved(results[i], spec.device)
+        for i, home in self._homes.items():
+            home[...] = results[i]
+            results[i] = home
 
     def hand_over(self, results: Sequence[Any], libraries: Sequence[str]) -> Callable[[], None]:
         """Return what lets the caller's streams come after results, of a library each, in his thread."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,12 +29,18 @@ FAKE_NVRTC = SimpleNamespace(
 )
 
 
-def _installed(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int) -> Iterator[FakeCupy]:
+def _installed(monkeypatch: pytest.MonkeyPatch, devices: int) -> Iterator[FakeCupy]:
+    # Not pytest's folders: several ranks would tidy these up at once.
+    with tempfile.TemporaryDirectory(prefix="gccomm-") as folder:
+        monkeypatch.setenv("GCCOMM_CACHE_DIR", folder)
+        yield from _ready(monkeypatch, devices)
+
+
+def _ready(monkeypatch: pytest.MonkeyPatch, devices: int) -> Iterator[FakeCupy]:
     shim = kernels_on_cpu("random").launcher
     assert isinstance(shim, OnCpu)
     found = FakeCupy(shim, devices, FAKE_NVRTC, strict=True)
     monkeypatch.setitem(sys.modules, "cupy", found)
-    monkeypatch.setenv("GCCOMM_CACHE_DIR", str(folder))
     on_cupy.forget_devices()
     with found.stream(non_blocking=True):  # the user works on a stream of his own
         yield found
@@ -42,15 +48,15 @@ def _installed(monkeypatch: pytest.MonkeyPatch, folder: Path, devices: int) -> I
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCupy]:
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
     """CuPy with one device."""
-    yield from _installed(monkeypatch, tmp_path, 1)
+    yield from _installed(monkeypatch, 1)
 
 
 @pytest.fixture
-def two_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeCupy]:
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
     """CuPy with two devices."""
-    yield from _installed(monkeypatch, tmp_path, 2)
+    yield from _installed(monkeypatch, 2)
 
 
 def on_device(cupy: FakeCupy, tree: Any, device: int = 0) -> Any:
