@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TEXTS = [*PAGES, *sorted(ROOT.glob("C*.md"))]  # those without examples too
 PACKAGES = ("gccomm", "gccomm_mpi", "gccomm_local", "gccomm_launch")
-OPTIONAL = ("jax", "torch", "mpi4py", "ml_dtypes")
+OPTIONAL = ("jax", "torch", "mpi4py", "ml_dtypes", "cupy")
 OPTIONS = doctest.ELLIPSIS
 LAUNCHERS = ("OMPI_", "PMI", "MPI_LOCALNRANKS", "MV2_", "SLURM_", "GCCOMM_")
 
@@ -60,7 +60,18 @@ def missing_library(source: str) -> str | None:
     """Return an optional library that `source` imports and this environment lacks."""
     wanted = re.findall(r"^(?:>>> )?(?:import|from) (\w+)", source, re.MULTILINE)
     absent = [name for name in wanted if name in OPTIONAL and importlib.util.find_spec(name) is None]
+    if not absent and "cupy" in wanted and not has_device():
+        return "a CUDA device"
     return absent[0] if absent else None
+
+
+def has_device() -> bool:
+    """Whether CuPy finds a device."""
+    cupy = importlib.import_module("cupy")
+    try:
+        return bool(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return False
 
 
 def run_page(path: Path) -> int:
