@@ -23,6 +23,7 @@ from tests.cuda_on_cpu import OnCpu
 __all__ = ["FakeCupy", "ndarray"]
 
 RUBBISH = 0x5A
+WITHOUT_TABLE = frozenset(("gccomm_guard",))  # kernels that read no table of segments
 
 
 class RuntimeFailure(RuntimeError):
@@ -392,7 +393,7 @@ class FakeCupy:
             device = self.device
 
             def run() -> None:
-                if self.strict:
+                if self.strict and name not in WITHOUT_TABLE:
                     self._check(int(args[0]), int(args[1]), device)
                 self.shim.run(name, grid[0], list(args))
 

@@ -1,0 +1,42 @@
+"""Whole calls whose words MPI is given in a device's memory, with GCCOMM_MPI_CUDA=1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gccomm_mpi.device
+import numpy as np
+import pytest
+
+import gccomm
+from tests.devices import cupy, on_device
+from tests.fake_cupy import FakeCupy
+from tests.mpi.test_device_arrays import CODECS, same, steps
+
+__all__ = ["cupy"]
+
+
+@pytest.fixture
+def ranks(world: Any, cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("GCCOMM_MPI_CUDA", "1")
+    monkeypatch.setattr(gccomm_mpi.device, "cuda_support", lambda: True)
+    parent = world.Dup()
+    with gccomm.init("mpi", comm=parent) as made:
+        yield made
+    parent.Free()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_steps_give_the_bits_of_numpy(codec: str, ranks: Any, world: Any, cupy: FakeCupy) -> None:
+    found = steps(ranks, codec, cupy)
+    expected = steps(ranks, codec, None)
+    floats = codec in ("raw", "bf16", "fp16", "powersgd", "topkc") and world.size > 2
+    assert floats or all(map(same, found, expected))
+
+
+def test_a_device_for_a_whole_tree(ranks: Any, cupy: FakeCupy) -> None:
+    x = on_device(cupy, np.full(5000, 1.0, np.float32))
+    for _ in range(3):
+        found = ranks.compressed_allreduce({"a": x, "b": x}, codec="raw")
+        assert (cupy.asnumpy(found["b"]) == ranks.size).all()
