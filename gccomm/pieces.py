@@ -173,7 +173,7 @@ class Piece:
         if isinstance(r.step, LaneSum):
             return self._sum_lanes(r)
         if isinstance(r.step, FloatSum):
-            return self._sum_floats(r)
+            return self.sum_floats(r)
         return self._combine(r) if isinstance(r.step, OpSum) else self._fold(r)
 
     def send(self, queue: Iterator[Message]) -> Moves:
@@ -203,7 +203,8 @@ class Piece:
         self.wire.decoded()
         return right
 
-    def _sum_floats(self, r: Running) -> Moves:
+    def sum_floats(self, r: Running) -> Moves:
+        """Reduce floats."""
         step = r.step
         assert isinstance(step, FloatSum)
         nbytes = step.count * _WIRE_BYTES[step.dtype]

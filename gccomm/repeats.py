@@ -26,7 +26,7 @@ from gccomm.pieces import Piece, Wire, scratch
 from gccomm.plan import Plan
 from gccomm.running import Running
 from gccomm.steps import Agree, Buffer, Context, FloatSum, LaneSum, Sum, Words
-from gccomm.transfers import FloatAdd, LaneAdd, Maximum, Transfer, WordAdd
+from gccomm.transfers import LaneAdd, Maximum, Transfer, WordAdd
 
 if TYPE_CHECKING:
     from gccomm.options import Place
@@ -140,11 +140,11 @@ class Repeat:
         if isinstance(step, Sum) and step.size(0, step.blocks) < len(self._words):
             yield from self._sum(step, wire)
             running.answer(None)
-        elif isinstance(step, FloatSum) and step.direct is not None and step.finish is None:
-            yield from wire.move(FloatAdd(*step.direct, step.dtype), self._nbytes)
-            return
         piece = Piece(wire, (running,), self._words, len(self._words), self._room)
-        yield from piece.advance()
+        if isinstance(step, FloatSum):
+            yield from piece.sum_floats(running)
+        if running.step is not None:
+            yield from piece.advance()
         self._words = piece.words
 
     def _sum(self, step: Sum, wire: Wire) -> Generator[Transfer, Any, None]:
