@@ -128,7 +128,7 @@ def out_view(out: Any, like: View, /) -> View:
     if there is not None:
         _require_like(there.shape, there.user_dtype, there.device, like)
         if there._target is not None and _strides_overlap(*there._target[1:4]):
-            raise _overlapping(out, there._target.strides)
+            raise _overlapping(out, there._target.strides[:-1])
         return there
     memory, form, written = _host_out(out)
     _require_like(memory.shape, form.user_dtype, "cpu", like)

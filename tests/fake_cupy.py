@@ -197,6 +197,8 @@ class ndarray:  # noqa: N801
     def host(self) -> np.ndarray[Any, Any]:
         """Return the memory itself as NumPy sees it, whatever is still to be done."""
         item = self.dtype.itemsize
+        if self.size and self.dtype.kind != "c":
+            assert not any(at % item for at in (self.data.ptr, *self.strides)), "a misaligned address"
         low = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n and s < 0)
         high = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True) if n and s > 0)
         if self.size == 0:

@@ -138,6 +138,18 @@ def test_arrays_of_every_layout(dtype: str, cupy: FakeCupy) -> None:
         assert same(cupy.asnumpy(found), np.asarray(expected).reshape(found.shape)), name
 
 
+def test_numbers_at_odd_addresses(cupy: FakeCupy) -> None:
+    values = np.arange(40, dtype=np.float64)
+    octets = on_device(cupy, np.concatenate([np.zeros(4, np.uint8), values.view(np.uint8)]))
+    x = octets.view_as((40,), (8,), 4)
+    x.dtype = np.dtype(np.float64)
+    y = octets.view_as((20,), (-16,), 4 + 38 * 8)
+    y.dtype = np.dtype(np.complex128)
+    assert same(cupy.asnumpy(testing.simulate([x, x])[0][0]), 2 * values)
+    pairs = values.view(np.complex128)[::-1]
+    assert same(cupy.asnumpy(testing.simulate([y, y])[0][0]), 2 * np.ascontiguousarray(pairs))
+
+
 # Outputs
 
 
@@ -294,6 +306,27 @@ def test_a_handover_that_nobody_takes_is_waited_for(cupy: FakeCupy) -> None:
     assert stream.todo
     del handover
     assert not stream.todo
+
+
+def test_what_is_on_its_way_goes_on_while_the_host_waits(cupy: FakeCupy) -> None:
+    found = view(on_device(cupy, np.arange(3000.0)))
+    order.begin([found])
+    queue, asked = found.data.queue, []
+
+    def go_on() -> bool:
+        asked.append(len(asked))
+        return len(asked) < 3
+
+    waits = cupy.streams[queue.stream].waits
+    queue.meanwhile(go_on)
+    assert np.array(found.data).tolist() == list(range(3000))
+    assert len(asked) > 3  # until the device was done, though nothing was on its way any more
+    assert cupy.streams[queue.stream].waits == waits
+    asked[:] = [0] * 3
+    queue.wait()
+    assert len(asked) == 4
+    assert cupy.streams[queue.stream].waits == waits + 1
+    queue.meanwhile(None)
 
 
 def test_asynchronous_calls_come_after_the_stream_of_the_caller(cupy: FakeCupy) -> None:

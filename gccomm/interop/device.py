@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -98,13 +99,13 @@ def named_format(name: str | None) -> Format | None:
     return BFLOAT16 if name == "bfloat16" else FORMATS.get(np.dtype(name))
 
 
-def _plain(lies: Lies, item_bytes: int) -> bool:
-    """Whether elements lie in C order, aligned."""
-    if lies.address % item_bytes:
+def _plain(lies: Lies, form: Format) -> bool:
+    """Whether elements lie in C order, their numbers aligned."""
+    if lies.address % form.storage.itemsize:
         return False
     if lies.strides is None or 0 in lies.shape:
         return True
-    step = item_bytes
+    step = form.storage.itemsize * form.reals
     for extent, stride in zip(reversed(lies.shape), reversed(lies.strides), strict=True):
         if extent != 1 and stride != step:
             return False
@@ -113,6 +114,7 @@ def _plain(lies: Lies, item_bytes: int) -> bool:
 
 
 def _strided(lies: Lies, item_bytes: int, owner: Any) -> Strided:
+    """Return the elements in aligned parts of at most 8 bytes, of which the last axis has an element's."""
     from gccomm.kernels.cuda.queue import Strided
 
     strides = lies.strides
@@ -121,7 +123,9 @@ def _strided(lies: Lies, item_bytes: int, owner: Any) -> Strided:
         for extent in reversed(lies.shape[1:]):
             steps.insert(0, steps[0] * extent)
         strides = tuple(steps[: len(lies.shape)])
-    return Strided(lies.address, item_bytes, lies.shape, strides, owner)
+    unit = gcd(lies.address, item_bytes, 8, *strides)
+    shape, strides = (*lies.shape, item_bytes // unit), (*strides, unit)
+    return Strided(lies.address, unit, shape, strides, owner)
 
 
 def make_device_view(
@@ -144,7 +148,7 @@ def make_device_view(
     for extent in lies.shape:
         size *= extent
     strided = None
-    if _plain(lies, item):
+    if _plain(lies, form):
         data = DeviceArray(lies.address, size, form.storage, queue, owner if keep is None else keep)
     else:
         data = queue.empty(size, form.storage)

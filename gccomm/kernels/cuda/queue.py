@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 __all__ = ["DeviceArray", "Loan", "Queue", "Strided"]
 
-_ITEMS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64", 16: "complex128"}
+_ITEMS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 class Strided(NamedTuple):
