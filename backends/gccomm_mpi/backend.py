@@ -74,6 +74,11 @@ class MpiBackend:
         self._channel.background = value
 
     @property
+    def no_window(self) -> str:
+        """Why ranks of a host do not reduce through common memory; empty where they do, or need not."""
+        return self._channel.no_window
+
+    @property
     def no_threads(self) -> str:
         """Why no second thread may call MPI; empty where one may, at any time."""
         return thread_refusal()

@@ -20,6 +20,10 @@ _COMMANDS = {
     ),
     "trace": ("gccomm_launch.trace:trace", "put the timelines of several ranks into one file"),
     "codecs": ("gccomm_launch.codecs:codecs", "list the codecs that are installed"),
+    "doctor": (
+        "gccomm_launch.doctor:doctor",
+        "say what is installed and works, and what to do else",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Launcher", "NoLauncherError", "find_launcher"]
+__all__ = ["Launcher", "NoLauncherError", "family_of", "find_launcher"]
 
 # Asks for the library without initialising MPI.
 _PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
@@ -61,7 +61,7 @@ def find_launcher(path: str | None = None) -> Launcher:
     library = _library()
     rejected: list[str] = []
     for candidate in _candidates(path):
-        family = _family(candidate)
+        family = family_of(candidate)
         if family is None:
             rejected.append(f"{candidate} does not run")
         elif family == "" or library in _SERVES[family]:
@@ -94,7 +94,7 @@ def _candidates(path: str | None) -> list[Path]:
     return list(dict.fromkeys([name for name in names if os.access(name, os.X_OK)] + on_path))
 
 
-def _family(path: Path) -> str | None:
+def family_of(path: Path) -> str | None:
     """Return the family of a launcher, "" if it does not say, or None if it does not run."""
     try:
         answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=30)

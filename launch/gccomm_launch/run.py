@@ -15,7 +15,7 @@ from types import FrameType
 
 from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 
-__all__ = ["add_program", "limit_threads", "program_of", "run", "supervise"]
+__all__ = ["add_program", "family", "kill", "limit_threads", "program_of", "run", "supervise"]
 
 # How long the launcher may take to end its ranks after a signal.
 GRACE_S = 8.0
@@ -127,7 +127,7 @@ def supervise(command: Sequence[str], environ: dict[str, str], *, group: bool = 
         try:
             status = _wait(process, received, group)
         finally:
-            _kill(_family(process.pid))
+            kill(family(process.pid))
             process.wait()
     if received:
         return 128 + received[0]
@@ -170,7 +170,7 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _family(root: int) -> list[int]:
+def family(root: int) -> list[int]:
     """Return the processes of session `root` and all that descend from it, as MPICH's ranks leave it."""
     parents: dict[int, int] = {}
     members: set[int] = set()
@@ -194,7 +194,8 @@ def _family(root: int) -> list[int]:
     return sorted(members)
 
 
-def _kill(processes: Sequence[int]) -> None:
+def kill(processes: Sequence[int]) -> None:
+    """End processes that may be gone already."""
     for process in processes:
         try:
             os.kill(process, signal.SIGKILL)
