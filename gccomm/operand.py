@@ -366,3 +366,48 @@ class Operand(Batch):
         code = DTYPE_CODES[str(flat.dtype)]
         blocks, where = self.segments[i].blocks, kernels.address(row)
         self.kernels.float_decode(where, 1, 0, blocks, kernels.address(flat), code, n, mean, False)
+
+    # Chunks of whole tensors
+
+    def length_of(self, i: int) -> int:
+        """Return how many coordinates segment ``i`` has."""
+        return int(self.lengths[self.bounds[i] : self.bounds[i + 1]].sum())
+
+    def chunk_norms(self, i: int, size: int) -> npt.NDArray[np.float64]:
+        """Return the root of the mean square of each chunk of ``size`` coordinates of segment ``i``, residual
+        included, over the chunk's full length: never above the largest magnitude.
+        """
+        row, power = self._alone(i, self.inputs), 0
+        if self.float64:  # squares of these may leave its range
+            words = np.zeros(self.segments[i].blocks, dtype=np.uint32)
+            where = kernels.address(row), 1, 0, len(words), kernels.address(words)
+            self.kernels.maxima(*where)
+            most = words.max(initial=0)
+            power = 0 if self.nonfinite_scales(most) else -int(np.frexp(self.scale_values(most))[1])
+        energies = np.zeros(-(-self.length_of(i) // size))
+        self.kernels.chunk_energies(kernels.address(row), size, power, kernels.address(energies))
+        with np.errstate(under="ignore"):
+            norms: npt.NDArray[np.float64] = np.ldexp(np.sqrt(energies / size), -power)
+        return norms
+
+    def take_chunks(self, i: int, size: int, power: int, chosen: npt.NDArray[np.int64]) -> Buffer:
+        """Return the coordinates of the chosen chunks of a device's segment ``i``, times 2^power."""
+        short = len(chosen) > 0 and (int(chosen[-1]) + 1) * size > self.length_of(i)
+        count = len(chosen) * size - ((int(chosen[-1]) + 1) * size - self.length_of(i) if short else 0)
+        row, out = self._alone(i, self.inputs), np.empty(count, dtype=self._float_dtype())
+        where = kernels.address(chosen), len(chosen), kernels.address(out)
+        self.kernels.chunk_take(kernels.address(row), size, power, *where)
+        return out
+
+    def put_chunks(
+        self, i: int, size: int, power: int, chosen: npt.NDArray[np.int64], sums: Buffer, rest: Buffer
+    ) -> None:
+        """Write result and residual of a device's segment ``i``: in the chosen chunks the sums, and the rest,
+        times 2^power, elsewhere 0, and what was not sent.
+        """
+        places = np.full(-(-self.length_of(i) // size), -1, dtype=np.int32)
+        places[chosen] = np.arange(len(chosen), dtype=np.int32)
+        rows = np.repeat(self._alone(i, self.inputs, dst=0), 2)  # hosts' sums have a dtype of their own
+        rows[1:] = self._alone(i, res_out=self.table["res_out"][i])
+        table, *arrays = (kernels.address(x) for x in (rows, places, sums, rest))
+        self.kernels.chunk_put(table, size, power, *arrays, len(sums), self.ranks if self.mean else 1)

@@ -13,6 +13,7 @@ import numpy as np
 
 from gccomm import kernels
 from gccomm.kernels.cuda.device import DeviceKernels
+from tests import test_chunks as chunks
 from tests import test_word_equality as words
 from tests import test_word_equality_rotations as rotations
 from tests.cuda_on_cpu import InPlace, OnCpu, build
@@ -72,6 +73,9 @@ def main() -> None:
         words.test_exact_words(dtype)
         words.test_float_wires(dtype, "float16")
         words.test_float_wires(dtype, "float64")
+        tensor = chunks.finite(dtype, 2600, np.random.default_rng(FLOATS.index(dtype)))
+        chunks.energies(device, tensor, 100, 0)
+        chunks.one_case(device, tensor, 100, np.array([0, 7, 25]), 5, n=2)
         for turns in (0, 1, 2):
             rng = np.random.default_rng([turns, FLOATS.index(dtype)])
             for size in (1, 65, 1000, 1024, 2600):

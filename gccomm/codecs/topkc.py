@@ -91,8 +91,8 @@ class TopKC(Codec):
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on the largest chunk, add up energies, then sum the chosen chunks."""
         del state
-        sizes = [_chunk_sizes(x.load(i), self.chunk) for i in range(x.count)]
-        largest = x.scale_words(np.array([s.max() for s in sizes]))
+        sizes = [x.chunk_norms(i, self.chunk) for i in range(x.count)]
+        largest = x.scale_words(np.array([s.max(initial=0) for s in sizes]))
         agreed = yield Agree(x.count, lambda out: np.copyto(out, largest))
         assert agreed is not None
         bad = x.nonfinite_scales(agreed)
@@ -127,7 +127,7 @@ class TopKC(Codec):
         if sent:
             yield from self._reduce(x, sent, ctx)
         for t in tensors:
-            t.finish(x)
+            t.finish()
 
     def _reduce(self, x: Operand, sent: Sequence[_Tensor], ctx: Context) -> Steps:
         """Sum the chosen coordinates of all tensors; rounding errors go into their ``rest``."""
@@ -154,20 +154,6 @@ def _fraction(value: object) -> float:
     return float(value)
 
 
-def _chunk_sizes(values: Buffer, chunk: int) -> npt.NDArray[np.float64]:
-    """Return the root of each chunk's energy over its full length: never above the largest magnitude."""
-    exponent = 0
-    if values.dtype == np.float64:  # squares of these may leave its range
-        most = np.abs(values).max()
-        exponent = int(np.frexp(most)[1]) if np.isfinite(most) else 0
-        values = scaled(values, -exponent)
-    whole = len(values) // chunk * chunk
-    parts = [values[:whole].reshape(-1, chunk)] + ([values[None, whole:]] if whole < len(values) else [])
-    with np.errstate(over="ignore", invalid="ignore"):
-        energies = [np.einsum("ij,ij->i", part, part, dtype=np.float64) for part in parts]
-    return scaled(np.sqrt(np.concatenate(energies) / chunk), exponent)
-
-
 def _energies(sizes: npt.NDArray[np.float64], largest: float, n: int) -> Words:
     """Return energies as integers that n ranks can add up; at least 1 where there is any."""
     most = (2**32 - 1) // n
@@ -188,22 +174,26 @@ class _Tensor:
     chunk: int
 
     def __post_init__(self) -> None:
-        values = self.x.load(self.i)
-        self.size = len(values)
-        parts = [values[at] for at in self._places()]
-        taken = np.concatenate([p.reshape(-1) for p in parts]) if parts else values[:0]
-        self.sent = scaled(taken, -self.power)
+        self.values: Buffer | None = None
+        if self.x.on_host:
+            values = self.x.load(self.i)
+            parts = [values[at] for at in self._places()]
+            taken = np.concatenate([p.reshape(-1) for p in parts]) if parts else values[:0]
+            self.sent = scaled(taken, -self.power)
+            self.values = values if self.x.feedback else None
+        else:
+            self.sent = self.x.take_chunks(self.i, self.chunk, -self.power, self.chosen)
         self.sums, self.rest = np.empty_like(self.sent), np.empty_like(self.sent)
-        self.values = values if self.x.feedback else None
 
     def _places(self) -> Iterator[Any]:
         """Yield indices of runs of the chosen coordinates: of all whole chunks, and of a short last one."""
-        whole = self.size // self.chunk
+        size = self.x.length_of(self.i)
+        whole = size // self.chunk
         inner = self.chosen[self.chosen < whole]
         if len(inner):
             yield (inner[:, None] * self.chunk + np.arange(self.chunk)).reshape(-1)
         if len(inner) < len(self.chosen):
-            yield slice(whole * self.chunk, self.size)
+            yield slice(whole * self.chunk, size)
 
     def _put(self, parts: Buffer, into: Buffer) -> None:
         start = 0
@@ -212,12 +202,16 @@ class _Tensor:
             into[at] = parts[start:end]
             start = end
 
-    def finish(self, x: Operand) -> None:
+    def finish(self) -> None:
         """Write result and residual."""
-        result = np.zeros(self.size, dtype=self.sums.dtype)
+        x, i = self.x, self.i
+        if not x.on_host:
+            x.put_chunks(i, self.chunk, self.power, self.chosen, self.sums, self.rest)
+            return
+        result = np.zeros(x.length_of(i), dtype=self.sums.dtype)
         self._put(self.sums, result)
-        x.store(self.i, result, self.power)
+        x.store(i, result, self.power)
         if self.values is not None:
             # Exact but for what lies below 2^-149 of the largest, where numbers are huge.
             self._put(scaled(self.rest, self.power), self.values)
-            x.keep(self.i, self.values)
+            x.keep(i, self.values)

@@ -15,6 +15,7 @@ try:
     from gccomm.kernels._native import (
         address,
         await_flags,
+        chunk_energies,
         decode,
         encode,
         exact_decode,
@@ -63,6 +64,7 @@ __all__ = [
     "SEGMENT",
     "address",
     "await_flags",
+    "chunk_energies",
     "decode",
     "encode",
     "exact_decode",

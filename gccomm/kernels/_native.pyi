@@ -220,6 +220,11 @@ def float_decode(
 def nonfinite(table: int, nseg: int, lo: int, hi: int) -> int:
     """Return 1 if any input (plus residual) is inf or NaN, else 0."""
 
+def chunk_energies(table: int, size: int, power: int, out: int) -> None:
+    """Write the sum of squares of each chunk of `size` coordinates of the table's one tensor, times 4**power,
+    to `out` (float64).
+    """
+
 def reduce_op(name: str) -> int:
     """Return the address of a C function that adds 16-bit floats elementwise.
 

@@ -1,6 +1,7 @@
 // All kernels for one instruction-set level: compiled once per level, each time into a namespace of its own
 // (GCCOMM_LEVEL), so that no inline function of one level can stand in for another's. Uses no inline function
 // of the standard library for the same reason.
+#include "chunks.h"
 #include "decode.h"
 #include "exact.h"
 #include "floats.h"
@@ -28,6 +29,7 @@ const Kernels kernels = {
     float_encode,
     float_decode,
     nonfinite,
+    chunk_energies,
     add_halves<BFloat16>,
     add_halves<Float16>,
     saturating_add,

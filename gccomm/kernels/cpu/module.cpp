@@ -219,6 +219,11 @@ int nonfinite(Address table, Index segments, Index lo, Index hi) {
     return kernels().nonfinite(batch(table, segments, lo, hi)) ? 1 : 0;
 }
 
+void chunk_energies(Address table, int size, int power, Address out) {
+    require(size >= 1, "chunks of less than one coordinate");
+    kernels().chunk_energies(*pointer<const Segment>(table), {size, power, pointer<double>(out)});
+}
+
 Address reduce_op(const std::string& name) {
     if (name == "bfloat16") return reinterpret_cast<Address>(kernels().add_bfloat16);
     if (name == "float16") return reinterpret_cast<Address>(kernels().add_float16);
@@ -387,6 +392,7 @@ NB_MODULE(_native, m) {
     m.def("float_decode", &g::float_decode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "buffer"_a, "wire"_a, "n"_a,
           "mean"_a, "stream"_a, Released());
     m.def("nonfinite", &g::nonfinite, "table"_a, "nseg"_a, "lo"_a, "hi"_a, Released());
+    m.def("chunk_energies", &g::chunk_energies, "table"_a, "size"_a, "power"_a, "out"_a, Released());
     m.def("reduce_op", &g::reduce_op, "name"_a);
     m.def("pool_empty", &g::pool_empty, "nbytes"_a);
     m.def("pool_stats", &g::pool_stats);

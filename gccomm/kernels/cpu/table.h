@@ -134,6 +134,12 @@ struct FloatArgs {
     bool mean, stream;
 };
 
+// Chunks of a tensor, whose coordinates are multiplied by 2^power.
+struct ChunkArgs {
+    int size, power;
+    double* out;  // one a chunk
+};
+
 // The words of two ranks, and where their reduction goes.
 struct WordPair {
     const std::uint32_t *a, *b;
@@ -180,6 +186,7 @@ struct Kernels {
     void (*float_encode)(const Batch&, const FloatArgs&);
     void (*float_decode)(const Batch&, const FloatArgs&);
     bool (*nonfinite)(const Batch&);
+    void (*chunk_energies)(const Segment& tensor, const ChunkArgs&);
     ReduceFunction add_bfloat16, add_float16;
     void (*saturating_add)(const WordPair&, int width);
     void (*exponent_add)(const WordPair&, std::uint32_t seed, std::int64_t start);

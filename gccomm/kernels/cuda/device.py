@@ -19,9 +19,11 @@ from gccomm.kernels.table import SEGMENT
 
 __all__ = ["DeviceKernels", "Launcher", "host_bytes"]
 
+WARPS, WARP = 4, 32  # of a thread block, and its threads
 BLOCK, PART = 1024, 64  # coordinates of a block, and of the smallest part that is rotated
 _LARGEST_LIMIT = 32767 * 65536
 _WIDTHS = (2, 3, 4, 5, 6, 8, 10, 16, 32)
+_DOUBLE = 1  # code of float64
 _ITEM_BYTES = dict(enumerate((4, 8, 2, 2)))  # of the float dtypes
 Table = npt.NDArray[np.void]
 Counts = npt.NDArray[np.int64]
@@ -146,6 +148,7 @@ class DeviceKernels:
     """The functions of :mod:`gccomm.kernels` on blocks of tensors that lie in a device's memory.
 
     Arguments, results and errors are those of the functions of the same name there; ``stream`` has no effect.
+    :meth:`chunk_take` and :meth:`chunk_put` do what NumPy does for tensors of the host.
 
     Parameters
     ----------
@@ -336,6 +339,65 @@ class DeviceKernels:
         call.run("gccomm_nonfinite", lo, hi, call.write(flag.ctypes.data, 4, zero=True))
         return int(flag[0])
 
+    def chunk_energies(self, table: int, size: int, power: int, out: int) -> None:
+        """Write energies of chunks."""
+        call, count = self._chunks(table, size)
+        where = call.write(out, 8 * count)
+        call.run("gccomm_chunk_energies", 0, -(-count // WARPS), np.int32(size), np.int32(power), where)
+
+    def chunk_take(self, table: int, size: int, power: int, chosen: int, count: int, out: int) -> None:
+        """Write the coordinates of chosen chunks of the table's one tensor, times 2**power, to `out`.
+
+        Parameters
+        ----------
+        table, size, power, out
+            As of `chunk_energies`; `out` has the dtype in which coordinates are computed, float32 or float64.
+        chosen : int
+            Address of the numbers of the chunks (int64), ascending.
+        count : int
+            How many they are.
+        """
+        call, _ = self._chunks(table, size)
+        tensor, numbers = call.table[0], host_bytes(chosen, 8 * count).view(np.int64)
+        last = int(min(size, tensor["size"] - numbers[-1] * size)) if count else 0
+        taken = (count - 1) * size + last if count else 0
+        where = call.read(chosen, 8 * count), np.int64(count), call.write(out, _real_bytes(tensor) * taken)
+        head = np.int32(size), np.int32(power)
+        call.run("gccomm_chunk_take", 0, -(-taken // (WARPS * WARP)), *head, *where)
+
+    def chunk_put(
+        self, table: int, size: int, power: int, places: int, sums: int, rest: int, count: int, n: int
+    ) -> None:
+        """Write result and residual of a tensor: 0 and what was not sent outside of the chosen chunks, in
+        them the sums over `n`, and `rest`, times 2**power.
+
+        Parameters
+        ----------
+        table : int
+            Address of two segments of the tensor: one to read it by, one to write result and residual by.
+        size, power
+            As of `chunk_energies`.
+        places : int
+            Address of one int32 a chunk: its place among the chosen ones, or -1.
+        sums, rest : int
+            Addresses of what :meth:`chunk_take` wrote, summed, and of what rounding has left of it; `rest`
+            only where there is a residual.
+        count : int
+            How many numbers these have.
+        n : int
+            What sums are divided by.
+        """
+        call, chunks = self._chunks(table, size, 2)
+        nbytes, blocks = _real_bytes(call.table[0]) * count, -(-int(call.table[0]["size"]) // (WARPS * WARP))
+        where = call.read(places, 4 * chunks), call.read(sums, nbytes), call.read(rest, nbytes)
+        call.run("gccomm_chunk_put", 0, blocks, np.int32(size), np.int32(power), *where, np.int64(n))
+
+    def _chunks(self, table: int, size: int, segments: int = 1) -> tuple[_Call, int]:
+        """Return a call on one tensor, and how many chunks that has."""
+        _require(size >= 1, f"chunks have at least one coordinate, not {size}")
+        call = self._call(table, segments)
+        return call, -(-int(call.table[0]["size"]) // size)
+
     def _floats(self, table: int, nseg: int, lo: int, hi: int, wire: int) -> tuple[_Call, np.int64, int]:
         """Return a call whose table counts coordinates, where those of block lo begin, and bytes."""
         _require(wire in _ITEM_BYTES, f"wire must be the code of a float dtype, not {wire}")
@@ -343,6 +405,11 @@ class DeviceKernels:
         call.table = _counted(call.table)
         base = _words(call.table, 0, lo, _coordinates)
         return call, np.int64(base), _ITEM_BYTES[wire] * _words(call.table, lo, hi, _coordinates)
+
+
+def _real_bytes(segment: np.void) -> int:
+    """Return the bytes of a number in the dtype that a tensor is computed in."""
+    return 8 if segment["dtype"] == _DOUBLE else 4
 
 
 def _coordinates(_: Table, length: Any) -> Any:

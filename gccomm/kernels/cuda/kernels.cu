@@ -1,6 +1,7 @@
 // The kernels: a thread block of 128 does one block of 1024 coordinates at a time, all thread blocks together
 // those from lo to hi. What they compute is specified by gccomm.kernels.reference; arguments are those of
 // gccomm.kernels but for arrays of one entry a block, which begin with that of block lo.
+#include "chunks.cuh"
 #include "decode.cuh"
 #include "encode.cuh"
 #include "integers.cuh"
@@ -75,4 +76,18 @@ KERNEL gccomm_float_encode(const Segment* table, i64 segments, i64 lo, i64 hi, v
 KERNEL gccomm_float_decode(const Segment* table, i64 segments, i64 lo, i64 hi, void* buffer, i64 base,
                            i32 wire, i64 n, i32 mean) {
     float_decode({table, segments, lo, hi}, {buffer, base, static_cast<DType>(wire), n, mean != 0});
+}
+
+KERNEL gccomm_chunk_energies(const Segment* table, i64, i64, i64, i32 size, i32 power, double* out) {
+    chunk_energies({table, size, power}, out);
+}
+
+KERNEL gccomm_chunk_take(const Segment* table, i64, i64, i64, i32 size, i32 power, const i64* chosen,
+                         i64 count, void* out) {
+    chunk_take({table, size, power}, chosen, count, out);
+}
+
+KERNEL gccomm_chunk_put(const Segment* table, i64, i64, i64, i32 size, i32 power, const i32* places,
+                        const void* sums, const void* rest, i64 n) {
+    chunk_put({table, size, power}, table[1], {places, sums, rest, n});
 }

@@ -13,6 +13,7 @@ maximum is 2**-90 or more, or exactly zero.
 
 from __future__ import annotations
 
+from gccomm.kernels.reference.chunks import chunk_energies
 from gccomm.kernels.reference.dequantise import (
     block_energy,
     centred_sums,
@@ -57,6 +58,7 @@ __all__ = [
     "block_keys",
     "centred_sums",
     "check_words",
+    "chunk_energies",
     "coordinate_hash",
     "decode",
     "dequantise",
