@@ -15,7 +15,8 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,17 +94,31 @@ def digests(weights: Weights, comm: gccomm.Communicator) -> list[str]:
     return [bytes(row).hex() for row in comm.allreduce(table)]  # integers are summed exactly
 
 
+class Model(NamedTuple):
+    """What is trained: three functions, and where arrays are to be."""
+
+    initial_weights: Callable[[int], Weights] = initial_weights
+    gradients: Callable[[Weights, Floats, Labels], tuple[float, Weights]] = gradients
+    accuracy: Callable[[Weights, Floats, Labels], float] = accuracy
+    place: Callable[[Any], Any] = np.asarray
+
+
 class Trainer:
     """Weights, momentum and shard of one rank."""
 
-    def __init__(self, options: argparse.Namespace, comm: gccomm.Communicator) -> None:
+    def __init__(
+        self, options: argparse.Namespace, comm: gccomm.Communicator, model: Model | None = None
+    ) -> None:
         self.comm, self.seed, self.lr, self.epochs = comm, options.seed, options.lr, options.epochs
-        x, y, self.test_x, self.test_y = load()
+        self.model = model or Model()
+        place = self.model.place
+        x, y, self.test_x, self.test_y = map(place, load())
         share = TRAIN // comm.size  # equal on all ranks, so that all make as many steps
         mine = slice(comm.rank * share, (comm.rank + 1) * share)
         self.x, self.y = x[mine], y[mine]
         self.batch = options.batch // comm.size
-        self.weights: Weights = comm.broadcast(initial_weights(options.seed))
+        first = comm.broadcast(self.model.initial_weights(options.seed))
+        self.weights: Weights = {key: place(value) for key, value in first.items()}
         self.momentum = {key: np.zeros_like(value) for key, value in self.weights.items()}
         self.reducer = gccomm.Reducer(options.codec, comm=comm, op="mean", seed=options.seed)
         self.wire_bytes = self.float32_bytes = 0
@@ -112,8 +127,9 @@ class Trainer:
         """Go through the shard once; return the mean loss over steps and ranks."""
         rate = self.lr * (1 - number / self.epochs)
         losses = []
-        for chosen in batches(len(self.x), self.batch, (self.seed, number, self.comm.rank)):
-            loss, mine = gradients(self.weights, self.x[chosen], self.y[chosen])
+        for numbers in batches(len(self.x), self.batch, (self.seed, number, self.comm.rank)):
+            chosen = self.model.place(numbers)
+            loss, mine = self.model.gradients(self.weights, self.x[chosen], self.y[chosen])
             mean = self.reducer(mine)
             for key in self.weights:
                 self.momentum[key] = MOMENTUM * self.momentum[key] + mean[key]
@@ -124,12 +140,12 @@ class Trainer:
         return float(self.comm.allreduce(np.float64(np.mean(losses)), op="mean"))
 
     def accuracy(self) -> float:
-        return accuracy(self.weights, self.test_x, self.test_y)
+        return self.model.accuracy(self.weights, self.test_x, self.test_y)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
+def parse(argv: list[str] | None = None, what: str = "a digit classifier") -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Train a digit classifier on several ranks with compressed gradients.",
+        description=f"Train {what} on several ranks with compressed gradients.",
         epilog="Start it with `gccomm run -n 2` or mpiexec, or alone.",
     )
     parser.add_argument("--codec", default="rotated", help="of the gradients (default rotated, 8 bits)")
@@ -191,15 +207,18 @@ def report(trainer: Trainer, options: argparse.Namespace, loss: float) -> int:
     return 1
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parse(argv)
-    comm = gccomm.init()
+def run(options: argparse.Namespace, comm: gccomm.Communicator, model: Model | None = None) -> int:
+    """Train and report; return the exit status."""
     if not comm.size <= options.batch <= TRAIN:
         if comm.rank == 0:
             print(f"--batch must be {comm.size} (ranks) to {TRAIN} (samples)", file=sys.stderr)
         return 2
-    trainer = Trainer(options, comm)
+    trainer = Trainer(options, comm, model)
     return report(trainer, options, train(trainer))
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run(parse(argv), gccomm.init())
 
 
 if __name__ == "__main__":

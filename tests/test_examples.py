@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import gccomm
 
 ROOT = Path(__file__).parents[1]
 TRAIN = ROOT / "examples" / "train_digits.py"
+TRAIN_CUPY = ROOT / "examples" / "train_cupy.py"
 END_TO_END = ROOT / "benchmarks" / "end_to_end.py"
 LIMIT_S = 240
 RUN = [sys.executable, "-m", "gccomm_launch.cli", "run", "-n"]
@@ -32,9 +33,9 @@ def finished(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def trained(command: Sequence[str], *arguments: str) -> dict[str, Any]:
+def trained(command: Sequence[str], *arguments: str, script: Path = TRAIN) -> dict[str, Any]:
     """Return the JSON line of a training."""
-    done = finished([*command, str(TRAIN), "--json", *arguments])
+    done = finished([*command, str(script), "--json", *arguments])
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -52,6 +53,11 @@ def load(path: Path) -> ModuleType:
 @pytest.fixture(scope="module")
 def digits() -> ModuleType:
     return load(TRAIN)
+
+
+@pytest.fixture(scope="module")
+def convolutional() -> ModuleType:
+    return load(TRAIN_CUPY)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +140,115 @@ def test_different_weights_end_with_status_1(digits: ModuleType, capsys: pytest.
 
     assert gccomm.testing.run(differ, ranks=3) == [1, 1, 1]
     assert capsys.readouterr().err == "the ranks' weights differ\n"
+
+
+# The same in CuPy, or without a GPU in NumPy
+
+
+def test_the_convolutional_network_trains_alone() -> None:
+    alone = [sys.executable, "-W", "error"]
+    result = trained(alone, "--epochs", "4", script=TRAIN_CUPY)
+    assert result.keys() == trained(alone, "--epochs", "1").keys()
+    assert result["accuracy"] > 0.94
+    assert result["wire_bytes"] * 3 < result["float32_bytes"]
+    again = trained(alone, "--epochs", "4", "--seed", "1", script=TRAIN_CUPY)
+    assert again["digests"] != result["digests"]
+
+
+@pytest.mark.usefixtures("_launcher")
+def test_ranks_of_the_convolutional_network_end_with_equal_weights() -> None:
+    result = trained([*RUN, "2"], "--epochs", "2", "--codec", "uniform:wire_bits=4", script=TRAIN_CUPY)
+    assert result["ranks"] == len(result["digests"]) == 2
+    assert len(set(result["digests"])) == 1
+    assert result["accuracy"] > 0.9
+
+
+def test_gradients_of_the_convolutional_network(convolutional: ModuleType) -> None:
+    rng = np.random.default_rng(0)
+    weights = {key: value.astype(np.float64) for key, value in convolutional.initial_weights(0).items()}
+    net = convolutional.ConvNet(np)
+    x, y = rng.standard_normal((5, 64)), rng.integers(0, 10, 5)
+    _, found = net.gradients(weights, x, y)
+    assert found.keys() == weights.keys()
+    decay = convolutional.train_digits.DECAY
+
+    def objective(values: dict[str, Any]) -> float:
+        norms = sum((values[key] ** 2).sum() for key in ("k1", "k2", "w"))
+        return float(net.gradients(values, x, y)[0] + decay / 2 * norms)
+
+    for key, gradient in found.items():
+        assert gradient.shape == weights[key].shape
+        direction = rng.standard_normal(gradient.shape)
+        up, down = ({**weights, key: weights[key] + s * 1e-6 * direction} for s in (1, -1))
+        slope = (objective(up) - objective(down)) / 2e-6
+        assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-5), key
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_patches_are_what_a_convolution_multiplies(convolutional: ModuleType, stride: int) -> None:
+    signal = pytest.importorskip("scipy.signal")
+    rng = np.random.default_rng(stride)
+    x, kernel = rng.standard_normal((2, 8, 8, 3)), rng.standard_normal((27, 1))
+    found = (convolutional.patches(np, x, stride) @ kernel)[..., 0]
+    for image, of_image in zip(x, found, strict=True):
+        want = sum(
+            signal.correlate2d(image[..., c], kernel.reshape(3, 3, 3)[..., c], mode="same") for c in range(3)
+        )
+        np.testing.assert_allclose(of_image, want[::stride, ::stride], atol=1e-12)
+    back = rng.standard_normal(convolutional.patches(np, x, stride).shape)
+    adjoint = convolutional.unpatched(np, back, 8, stride)
+    np.testing.assert_allclose((adjoint * x).sum(), (back * convolutional.patches(np, x, stride)).sum())
+
+
+class NoDevice(RuntimeError):
+    """In the place of CUDARuntimeError."""
+
+
+def a_cupy(count: Any) -> ModuleType:
+    """Return a stand-in for CuPy that finds so many devices, or fails."""
+    used: list[int] = []
+
+    def devices() -> int:
+        if isinstance(count, Exception):
+            raise count
+        found: int = count
+        return found
+
+    runtime = SimpleNamespace(getDeviceCount=devices, CUDARuntimeError=NoDevice)
+    device = lambda number: SimpleNamespace(use=lambda: used.append(number))  # noqa: E731
+    made = ModuleType("cupy")
+    made.cuda = SimpleNamespace(runtime=runtime, Device=device)  # type: ignore[attr-defined]
+    made.used = used  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("count", "why"),
+    [
+        (0, "CuPy sees no device"),
+        (NoDevice("cudaErrorNoDevice"), "cudaErrorNoDevice"),
+        (None, "CuPy cannot be imported"),
+    ],
+)
+def test_without_a_gpu_one_line_says_why(
+    count: Any,
+    why: str,
+    convolutional: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None if count is None else a_cupy(count))  # type: ignore[arg-type]
+    assert gccomm.testing.run(convolutional.array_library, ranks=2) == [np, np]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"train_cupy: 2 of 2 ranks have no GPU ({why}")
+    assert line.endswith("training in NumPy")
+
+
+def test_each_local_rank_uses_its_device(convolutional: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = a_cupy(2)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert gccomm.testing.run(convolutional.array_library, ranks=3) == [cupy] * 3
+    assert sorted(cupy.used) == [0, 0, 1]
 
 
 @pytest.mark.usefixtures("_launcher")
