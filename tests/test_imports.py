@@ -96,3 +96,26 @@ def test_only_the_bridge_of_a_loaded_library_is_imported(library, other):
     assert f"gccomm.interop.{library}" in loaded
     assert other not in loaded
     assert f"gccomm.interop.{other}" not in loaded
+
+
+NO_GPU = """
+import sys
+for name in ("cupy", "nccl", "cuda"):
+    sys.modules[name] = None  # importing it fails
+import numpy as np
+import gccomm
+from gccomm import kernels
+x = np.ones(5000, np.float32)
+assert gccomm.compressed_allreduce(x, codec="raw").tobytes() == x.tobytes()
+try:
+    kernels.of_device("cuda:0")
+except ImportError as error:
+    assert "CuPy, which cannot be imported" in str(error) and "pip install" in str(error), error
+else:
+    raise SystemExit("there are kernels of a device without CuPy")
+"""
+
+
+def test_everything_but_gpus_works_without_their_libraries():
+    loaded = modules_after(NO_GPU)
+    assert "gccomm.kernels.cuda.on_cupy" in loaded
