@@ -23,7 +23,11 @@ from gccomm_launch.doctor_trials import WrongSumError, check, judge_trial
 from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 
 import gccomm
-from tests.cuda_on_cpu import kernels_on_cpu
+from gccomm import kernels
+from tests.devices import cupy
+from tests.fake_cupy import FakeCupy
+
+__all__ = ["cupy"]
 
 LIMIT_S = 240
 DOCTOR = [sys.executable, "-m", "gccomm_launch", "doctor"]
@@ -346,9 +350,11 @@ def test_bounds_hold_on_any_number_of_ranks(ranks: int) -> None:
     assert {facts["ranks"] for facts in found} == {ranks}
 
 
-def test_kernels_of_a_device_are_compared_with_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = kernels_on_cpu()
-    assert "uniform and rotated" in compare(device)
+def test_kernels_of_a_device_are_compared_with_the_cpus(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "uniform and rotated" in compare()
+    device = kernels.of_device("cuda:0")
     decode = device.decode
 
     def off(table: int, nseg: int, lo: int, hi: int, *arguments: Any, **options: Any) -> None:
@@ -356,7 +362,7 @@ def test_kernels_of_a_device_are_compared_with_the_cpus(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(device, "decode", off)
     with pytest.raises(RuntimeError, match=r"uniform: \d+ of 100003 results differ from the CPU's"):
-        compare(device)
+        compare("cuda:0")
 
 
 def test_self_tests_are_judged() -> None:

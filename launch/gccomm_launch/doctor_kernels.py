@@ -11,13 +11,13 @@ __all__ = ["compare"]
 _COORDINATES, _WIDTH, _LIMIT = 100_003, 8, 127 << 16
 
 
-def compare(device: Any = None) -> str:
+def compare(device: str = "") -> str:
     """Measure, encode and decode on a device and on the CPU; return what was found equal.
 
     Parameters
     ----------
-    device : gccomm.kernels.cuda.device.DeviceKernels, optional
-        By default those of the current CUDA device, for which they are compiled if need be.
+    device : str
+        As "cuda:0"; by default CUDA's current one. Its kernels are compiled if need be.
 
     Raises
     ------
@@ -26,48 +26,36 @@ def compare(device: Any = None) -> str:
     BackendError, ImportError
         There are no kernels for the device.
     """
-    from gccomm import kernels
+    from gccomm.kernels.cuda.on_cupy import current_device
 
+    where = device or f"cuda:{current_device()}"
     x = np.random.default_rng(1).standard_normal(_COORDINATES).astype(np.float32)
-    on_cpu = [_round_trip(kernels, x, turns) for turns in (0, 1)]
-    on_device = [_on_device(device, x, turns) for turns in (0, 1)]
-    for name, want, found in zip(("uniform", "rotated"), on_cpu, on_device, strict=True):
+    for turns, name in enumerate(("uniform", "rotated")):
+        want, found = _round_trip("cpu", x, turns), _round_trip(where, x, turns)
         for what in want:
-            if want[what].tobytes() != found[what].tobytes():
-                wrong = int((want[what].view(np.uint32) != found[what].view(np.uint32)).sum())
+            wrong = int((want[what].view(np.uint32) != found[what].view(np.uint32)).sum())
+            if wrong:
                 raise RuntimeError(f"{name}: {wrong} of {want[what].size} {what} differ from the CPU's")
     return f"uniform and rotated, {_COORDINATES} coordinates in {_WIDTH} bits,"
 
 
-def _on_device(device: Any, x: Any, turns: int) -> dict[str, Any]:
-    if device is not None:
-        return _round_trip(device, x, turns)
-    import cupy
+def _round_trip(device: str, x: Any, turns: int) -> dict[str, Any]:
+    """Return scales, words and results of a tensor in the memory of a device."""
+    from gccomm import kernels, memory
 
-    from gccomm import kernels
-
-    found = kernels.of_device(f"cuda:{cupy.cuda.Device().id}")
-    there, out = cupy.asarray(x), cupy.zeros_like(x)
-    result = _round_trip(found, x, turns, there.data.ptr, out.data.ptr)
-    return {**result, "results": cupy.asnumpy(out)}
-
-
-def _round_trip(used: Any, x: Any, turns: int, source: int = 0, target: int = 0) -> dict[str, Any]:
-    """Return scales, words and results of a tensor; its memory is that of `x`, or at the addresses given."""
-    from gccomm import kernels
-    from gccomm.kernels import SEGMENT, address
-
-    blocks, out = -(-x.size // 1024), np.zeros_like(x)
-    table = np.zeros(1, SEGMENT)
-    table["src"], table["dst"] = source or address(x), target or address(out)
+    used, blocks = kernels.of_device(device), -(-x.size // 1024)
+    there, out = memory.moved(x, device), memory.empty(device, x.size, np.float32)
+    out[...] = 0
+    table = np.zeros(1, kernels.SEGMENT)
+    table["src"], table["dst"] = memory.address(there), memory.address(out)
     table["size"] = table["row"] = x.size
     table["nblocks"], table["dtype"] = blocks, kernels.DTYPE_CODES["float32"]
     for name, value in {"key0": 5, "key1": 6, "sign0": 7, "sign1": 8}.items():
         table[name] = value
     scales, words = np.zeros(blocks, np.uint32), np.zeros(x.size // 4 + 64, np.uint32)
-    where = address(table), 1, 0, blocks
-    used.maxima(*where, address(scales), rotations=turns)
-    used.encode(*where, address(scales), address(words), 0, _WIDTH, _LIMIT, 0, rotations=turns)
-    head = address(scales), address(words), 0, _WIDTH, _LIMIT, 1
-    used.decode(*where, *head, True, False, False, rotations=turns)
-    return {"scales": scales, "words": words, "results": out}
+    where = kernels.address(table), 1, 0, blocks
+    lanes = kernels.address(scales), kernels.address(words), 0, _WIDTH, _LIMIT
+    used.maxima(*where, kernels.address(scales), rotations=turns)
+    used.encode(*where, *lanes, 0, rotations=turns)
+    used.decode(*where, *lanes, 1, True, False, False, rotations=turns)
+    return {"scales": scales, "words": words, "results": np.asarray(out)}

@@ -1,0 +1,100 @@
+"""What ranks do on a GPU, compared with what comes of it on the CPU. As a program: on a back end's ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+import gccomm
+from gccomm import testing
+from gccomm.codecs import get_codec
+from tests.devices import trees
+from tests.test_cuda_engine import CODECS
+
+__all__ = ["ALL_CODECS", "compare", "expected", "own_operation", "reduced"]
+
+STEPS = 3
+ALL_CODECS = (*CODECS, "rehop", "uniform:widening=True")
+FLOAT_SUMS = ("raw", "bf16", "fp16", "powersgd", "topkc")
+"""Codecs whose float sums need not have the same bits in another order."""
+
+
+def own_operation(codec: str) -> bool:
+    """Return whether a codec reduces by an operation of gccomm's own, which NCCL has not."""
+    return get_codec(codec).operation is not None
+
+
+def reduced(comm: gccomm.Communicator, codec: str, place: Any = None) -> tuple[Any, Any]:
+    """Return the results of the last of three steps, and residuals, as NumPy arrays.
+
+    Parameters
+    ----------
+    comm : gccomm.Communicator
+        The ranks.
+    codec : str
+        Of the steps.
+    place : module, optional
+        CuPy, to have the arrays on the current device.
+    """
+    reducer = gccomm.Reducer(codec, comm=comm, op="mean", seed=5)
+    found: dict[str, Any] = {}
+    for step in range(STEPS):
+        tree = trees(step, comm.size)[comm.rank]
+        mine = {key: value for key, value in tree.items() if value.dtype.kind in "fc" or key == "brain"}
+        if place is not None:
+            mine = {key: place.asarray(value) for key, value in mine.items()}
+            assert all(isinstance(value, place.ndarray) for value in mine.values())
+        found = reducer(mine)
+        if place is not None:
+            assert all(isinstance(value, place.ndarray) for value in found.values())
+    to_host = np.asarray if place is None else place.asnumpy
+    rest = reducer.state_dict()["residuals"]
+    return {key: to_host(value) for key, value in found.items()}, rest
+
+
+def expected(codec: str, ranks: int) -> list[tuple[Any, Any]]:
+    """Return what `reduced` gives for each rank on the CPU."""
+    return testing.run(lambda comm: reduced(comm, codec), ranks)
+
+
+def compare(comm: gccomm.Communicator, codec: str, cupy: Any) -> None:
+    """Raise AssertionError unless the device gives the CPU's bits: of float sums, the same numbers."""
+    want, kept = expected(codec, comm.size)[comm.rank]
+    found, rest = reduced(comm, codec, cupy)
+    assert found.keys() == want.keys()
+    assert rest.keys() == kept.keys()
+    exact = comm.size == 1 or not codec.startswith(FLOAT_SUMS)
+    for name, ours, theirs in (("results", found, want), ("residuals", rest, kept)):
+        for key in theirs:
+            assert_alike(np.asarray(ours[key]), theirs[key], exact, f"{codec}: {name} of {key}")
+
+
+def assert_alike(found: Any, want: Any, exact: bool, what: str) -> None:
+    """Compare bits, or numbers where their order of addition is free."""
+    assert found.dtype == want.dtype
+    if exact:
+        assert found.tobytes() == want.tobytes(), f"{what} differ"
+        return
+    ours, theirs = found.astype(np.complex128), want.astype(np.complex128)
+    atol = 0.02 * float(np.abs(theirs).max(initial=0))
+    np.testing.assert_allclose(ours, theirs, atol=atol, rtol=0.02, err_msg=what)
+
+
+def main(backend: str) -> None:
+    """Compare all codecs on the ranks of a job that may share a GPU."""
+    import cupy
+
+    comm = gccomm.init(backend=backend)
+    count = cupy.cuda.runtime.getDeviceCount()
+    codecs = [codec for codec in ALL_CODECS if backend == "mpi" or not own_operation(codec)]
+    with cupy.cuda.Device(comm.local_rank % count), cupy.cuda.Stream(non_blocking=True):
+        for codec in codecs:
+            compare(comm, codec, cupy)
+    print(f"rank {comm.rank} of {comm.size}: {len(codecs)} codecs", flush=True)
+    comm.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,86 @@
+"""Two ranks on one GPU, over NCCL where it allows that, and over MPI; on two GPUs where there are two."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gccomm_launch.doctor_cuda import nccl_text
+from gccomm_launch.doctor_findings import outside
+from gccomm_launch.mpiexec import NoLauncherError, find_launcher
+
+import gccomm
+from tests.gpu.programs import ALL_CODECS, own_operation
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ["-m", "tests.gpu.programs"]
+LIMIT_S = 400
+SHARED_FROM = 23000
+
+
+def environment(**variables: str) -> dict[str, str]:
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**outside(os.environ), "PYTHONPATH": paths, "GCCOMM_TIMEOUT_S": "120", **variables}
+
+
+def nccl_version() -> int:
+    cupy = pytest.importorskip("cupy.cuda.nccl", reason="CuPy has no wrapper of NCCL")
+    return int(cupy.get_version())
+
+
+def over_nccl(devices: list[int], **variables: str) -> None:
+    """Run the program on a rank a device; as torchrun would start it."""
+    if "nccl" not in gccomm.backends.available():
+        pytest.skip("no back end `nccl` is installed")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    common = {"WORLD_SIZE": str(len(devices)), "MASTER_ADDR": "127.0.0.1", "GCCOMM_PORT": str(port)}
+    processes = []
+    for rank, device in enumerate(devices):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GCCOMM_CUDA_DEVICE": str(device)}
+        env = environment(**common, **own, MASTER_PORT=str(port), **variables)
+        command = [sys.executable, *PROGRAM, "nccl"]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True))
+    try:
+        ended = [process.communicate(timeout=LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codecs = sum(not own_operation(codec) for codec in ALL_CODECS)
+    for rank, (out, err) in enumerate(ended):
+        assert f"rank {rank} of {len(devices)}: {codecs} codecs" in out, err[-3000:]
+
+
+def test_two_ranks_share_a_gpu_over_nccl() -> None:
+    version = nccl_version()
+    if version < SHARED_FROM:
+        pytest.skip(f"NCCL {nccl_text(version)} lets no ranks share a GPU; 2.30 does")
+    over_nccl([0, 0], NCCL_MULTI_RANK_GPU_ENABLE="1")
+
+
+def test_two_gpus_over_nccl(cupy: Any) -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("there is one GPU")
+    over_nccl([0, 1])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_a_gpu_over_mpi(ranks: int) -> None:
+    try:
+        find_launcher()
+    except NoLauncherError as error:
+        pytest.skip(str(error))
+    command = [sys.executable, "-m", "gccomm_launch", "run", "-n", str(ranks), *PROGRAM, "mpi"]
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks}: {len(ALL_CODECS)} codecs" in done.stdout
