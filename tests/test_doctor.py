@@ -19,15 +19,15 @@ from gccomm_launch.doctor_host import judge_kernels
 from gccomm_launch.doctor_kernels import compare
 from gccomm_launch.doctor_mpi import cuda_aware_mpi, judge_mpi
 from gccomm_launch.doctor_ranks import bindings, others_problems
-from gccomm_launch.doctor_trials import WrongSumError, check, judge_trial
+from gccomm_launch.doctor_trials import WrongSumError, check, judge_trial, on_device
 from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 
 import gccomm
 from gccomm import kernels
-from tests.devices import cupy
+from tests.devices import cupy, two_devices
 from tests.fake_cupy import FakeCupy
 
-__all__ = ["cupy"]
+__all__ = ["cupy", "two_devices"]
 
 LIMIT_S = 240
 DOCTOR = [sys.executable, "-m", "gccomm_launch", "doctor"]
@@ -363,6 +363,27 @@ def test_kernels_of_a_device_are_compared_with_the_cpus(
     monkeypatch.setattr(device, "decode", off)
     with pytest.raises(RuntimeError, match=r"uniform: \d+ of 100003 results differ from the CPU's"):
         compare("cuda:0")
+
+
+def test_arrays_of_a_device_are_tried(two_devices: FakeCupy) -> None:
+    used: list[int] = []
+
+    def tried(comm: gccomm.Communicator) -> Any:
+        reduce = comm.compressed_allreduce
+
+        class Noting(Wrong):
+            def compressed_allreduce(self, tree: dict[str, Any], codec: str) -> dict[str, Any]:
+                used.append(tree["floats"].device.id)
+                found: dict[str, Any] = reduce(tree, codec=codec)
+                assert all(isinstance(value, two_devices.ndarray) for value in found.values())
+                return found
+
+        noting = Noting(comm, "", 0)
+        noting.local_rank = comm.local_rank
+        return on_device(noting)
+
+    assert [facts["ranks"] for facts in gccomm.testing.run(tried, ranks=3)] == [3, 3, 3]
+    assert sorted(used) == [0] * 6 + [1] * 3
 
 
 def test_self_tests_are_judged() -> None:

@@ -117,7 +117,8 @@ def check(comm: Any, xp: Any = None) -> dict[str, Any]:
     total = n * (n + 1) // 2
     found = {}
     for codec, most in CODECS.items():
-        mine = {"floats": xp.asarray(base * (comm.rank + 1)), "integers": xp.arange(300) * (comm.rank + 1)}
+        tree = {"floats": base * (comm.rank + 1), "integers": np.arange(300) * (comm.rank + 1)}
+        mine = {key: xp.asarray(value) for key, value in tree.items()}
         sums = {key: host(value) for key, value in comm.compressed_allreduce(mine, codec=codec).items()}
         if not np.array_equal(sums["integers"], np.arange(300) * total):
             raise WrongSumError(f"{codec}: integers have a wrong sum")
