@@ -18,7 +18,7 @@ from gccomm_launch.doctor_findings import Answer, Finding, ask, in_job, outside,
 from gccomm_launch.doctor_host import judge_kernels
 from gccomm_launch.doctor_kernels import compare
 from gccomm_launch.doctor_mpi import cuda_aware_mpi, judge_mpi
-from gccomm_launch.doctor_ranks import bindings, others_problems
+from gccomm_launch.doctor_ranks import bindings, mismatch, others_problems
 from gccomm_launch.doctor_trials import WrongSumError, check, judge_trial, on_device
 from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 
@@ -172,6 +172,28 @@ def test_a_rank_that_does_not_come_ends_the_job(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "has not come through MPI's start within 5 s" in done.stderr
     assert "ok       NumPy" in done.stderr
+
+
+def test_launchers_and_libraries_that_do_not_belong_together() -> None:
+    mpich, open_mpi = ({"vendor": vendor, "version": "5.0"} for vendor in ("MPICH", "Open MPI"))
+    hydra, prte = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_RANK": "0"}
+    assert mismatch(hydra, mpich) == mismatch(prte, open_mpi) == mismatch({"PMIX_RANK": "0"}, mpich) == ""
+    assert mismatch(hydra, open_mpi).startswith(
+        "the launcher is Hydra (MPICH, Intel MPI), and the MPI library"
+    )
+    assert mismatch(prte, mpich).endswith(
+        "the launcher is Open MPI's, and the MPI library that mpi4py loads is MPICH 5.0"
+    )
+
+
+@pytest.mark.usefixtures("_launcher")
+def test_a_library_that_would_abort_under_its_launcher_is_told_of() -> None:
+    foreign = {"Open MPI": {"MPI_LOCALNRANKS": "2", "PMI_SIZE": "2", "PMI_RANK": "0"}}
+    other = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+    done = doctor(**foreign.get(find_launcher().family, other))
+    assert done.returncode == 1
+    assert "cannot be a rank: the launcher is " in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 problem"
 
 
 def rank(number: int, *buses: str, host: str = "a") -> dict[str, Any]:

@@ -6,17 +6,18 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from gccomm_launch.doctor_cuda import cuda, devices_of
-from gccomm_launch.doctor_findings import WIDTH, Answer, Finding, print_report
+from gccomm_launch.doctor_findings import WIDTH, Answer, Finding, ask, print_report
 from gccomm_launch.doctor_host import host
 from gccomm_launch.doctor_mpi import cuda_aware_mpi, facts, judge_mpi
 from gccomm_launch.doctor_trials import check, judge_trial, on_device, registered
 
-__all__ = ["bindings", "of_job", "others_problems"]
+__all__ = ["bindings", "mismatch", "of_job", "others_problems"]
 
 _PLACES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
 _GRACE_S = 3.0  # for rank 0 to speak first
@@ -42,12 +43,20 @@ def of_job(timeout_s: float, as_json: bool, launcher: str) -> int:
     first = _place() == "0"
     findings = host(timeout_s) if first else []
     of_cuda = cuda(timeout_s)  # every rank: each may see devices of its own
-    with _watched("MPI's start", timeout_s, findings, first):
-        failure = _start()
+    alone = ask(
+        ["-m", "gccomm_launch.doctor_mpi"], timeout_s
+    )  # MPI may abort a process of a foreign launcher
+    failure = alone.failure if alone.facts is None else mismatch(os.environ, alone.facts)
+    if not failure:
+        with _watched("MPI's start", timeout_s, findings, first):
+            failure = _start()
     if failure:
         text = f"this process, started by {launcher}, cannot be a rank: {failure}"
         findings.append(Finding("MPI", "problem", text, "start the job by `gccomm run`"))
-        return print_report(findings, as_json) if first else 1
+        if first:
+            return print_report(findings, as_json)
+        time.sleep(_GRACE_S)  # launchers end all ranks when one ends with an error
+        return 1
     return _joined(timeout_s, as_json, launcher, findings, of_cuda)
 
 
@@ -65,8 +74,29 @@ def _joined(
         findings += _trials(all(rank["devices"] for rank in ranks))
     problems: list[list[Finding]] = world.allgather([f for f in findings if f.status == "problem"])
     if world.rank == 0:
-        return print_report([*findings, *others_problems(problems)], as_json, ranks)
+        print_report([*findings, *others_problems(problems)], as_json, ranks)
+        sys.stdout.flush()
+    world.Barrier()  # launchers end all ranks when one ends with an error
     return int(any(problems))
+
+
+def mismatch(environ: Mapping[str, str], said: Mapping[str, Any]) -> str:
+    """Return how launcher and library do not belong together, or nothing.
+
+    Parameters
+    ----------
+    environ : mapping
+        Variables of a rank.
+    said : mapping
+        What MPI says of itself outside of the job.
+    """
+    is_open_mpi = said["vendor"] == "Open MPI"
+    library = f"the MPI library that mpi4py loads is {said['vendor']} {said['version']}"
+    if "OMPI_COMM_WORLD_SIZE" in environ and not is_open_mpi:
+        return f"the launcher is Open MPI's, and {library}"
+    if "MPI_LOCALNRANKS" in environ and is_open_mpi:
+        return f"the launcher is Hydra (MPICH, Intel MPI), and {library}"
+    return ""
 
 
 def others_problems(problems: Sequence[Sequence[Finding]]) -> list[Finding]:
