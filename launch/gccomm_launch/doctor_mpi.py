@@ -85,12 +85,16 @@ def cuda_aware_mpi(
 
 def _cuda_aware(aware: bool | None, asked: bool) -> Finding:
     subject = "CUDA-aware MPI"
-    if asked and not aware:
-        text = "GCCOMM_MPI_CUDA hands device memory to this MPI, which does not say that it can take any"
+    if asked and aware is False:
+        text = "GCCOMM_MPI_CUDA hands device memory to this MPI, which says that it takes none"
         return Finding(subject, "problem", text, "unset GCCOMM_MPI_CUDA: words are then staged on the host")
     if aware:
         how = "in use" if asked else "not in use: GCCOMM_MPI_CUDA=1 turns it on"
         return Finding(subject, "ok", f"the library says that it takes device memory; {how}")
+    if asked:
+        return Finding(
+            subject, "ok", "the library does not say; GCCOMM_MPI_CUDA says that it takes device memory"
+        )
     known = "the library takes no device memory" if aware is False else "the library does not say"
     return Finding(subject, "absent", f"{known}: words of GPUs are staged on the host")
 
