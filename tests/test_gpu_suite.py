@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 
 from gccomm import kernels, testing
 from gccomm.kernels.cuda import on_cupy
@@ -77,6 +78,37 @@ def test_wrong_results_of_a_device_are_noticed(cupy: FakeCupy, monkeypatch: pyte
     monkeypatch.setattr(cupy, "asnumpy", lambda array: asnumpy(array) * np.asarray(1.5, array.dtype))
     with pytest.raises(AssertionError, match="rotated: results of"):
         testing.run(lambda comm: compare(comm, "rotated", cupy), 1)
+
+
+NUMPY_AS_CUPY = """
+import contextlib
+from numpy import asarray, ndarray
+asnumpy = asarray
+class cuda:
+    class runtime:
+        getDeviceCount = staticmethod(lambda: 1)
+    Device = staticmethod(lambda number: contextlib.nullcontext())
+    Stream = staticmethod(lambda non_blocking: contextlib.nullcontext())
+"""
+
+
+def test_the_program_of_ranks_runs_over_mpi(tmp_path: Path) -> None:
+    try:
+        find_launcher()
+    except NoLauncherError as error:
+        pytest.skip(str(error))
+    (tmp_path / "cupy.py").write_text(NUMPY_AS_CUPY)
+    program = str(ROOT / "tests" / "gpu" / "programs.py")
+    # With a safe path, mpi4py's runner would put the program's folder in the place of the first one.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [sys.executable, "-m", "gccomm_launch", "run", "-n", "2", program, "mpi"],
+        env={**environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2: {len(ALL_CODECS)} codecs" in done.stdout
 
 
 def test_why_there_is_no_gpu(cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:

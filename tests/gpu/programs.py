@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: gccomm is the one that is installed
 
 import gccomm
 from gccomm import testing

@@ -17,15 +17,13 @@ from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 import gccomm
 from tests.gpu.programs import ALL_CODECS, own_operation
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = ["-m", "tests.gpu.programs"]
+PROGRAM = str(Path(__file__).with_name("programs.py"))
 LIMIT_S = 400
 SHARED_FROM = 23000
 
 
 def environment(**variables: str) -> dict[str, str]:
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**outside(os.environ), "PYTHONPATH": paths, "GCCOMM_TIMEOUT_S": "120", **variables}
+    return {**outside(os.environ), "GCCOMM_TIMEOUT_S": "120", **variables}
 
 
 def nccl_version() -> int:
@@ -45,9 +43,8 @@ def over_nccl(devices: list[int], **variables: str) -> None:
     for rank, device in enumerate(devices):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GCCOMM_CUDA_DEVICE": str(device)}
         env = environment(**common, **own, MASTER_PORT=str(port), **variables)
-        command = [sys.executable, *PROGRAM, "nccl"]
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True))
+        command, pipe = [sys.executable, PROGRAM, "nccl"], subprocess.PIPE
+        processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
         ended = [process.communicate(timeout=LIMIT_S) for process in processes]
     finally:
@@ -77,9 +74,9 @@ def test_ranks_share_a_gpu_over_mpi(ranks: int) -> None:
         find_launcher()
     except NoLauncherError as error:
         pytest.skip(str(error))
-    command = [sys.executable, "-m", "gccomm_launch", "run", "-n", str(ranks), *PROGRAM, "mpi"]
+    command = [sys.executable, "-m", "gccomm_launch", "run", "-n", str(ranks), PROGRAM, "mpi"]
     done = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(ranks):
