@@ -6,8 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -94,30 +93,41 @@ def test_without_a_gpu_it_says_so(
     assert "no GPU can be used: ModuleNotFoundError" in capsys.readouterr().err
 
 
-def test_a_step_that_cannot_be_captured_is_reported(bench: ModuleType) -> None:
-    class Stream:
-        def __init__(self, non_blocking: bool = True) -> None:
-            self.ended = 0
+class Stream:
+    """In the place of CuPy's, with graphs that do nothing, or none."""
 
-        def __enter__(self) -> Any:
-            return self
+    fails = False
 
-        def __exit__(self, *_: object) -> None: ...
+    def __init__(self, non_blocking: bool = True) -> None:
+        self.launched = 0
 
-        def synchronize(self) -> None: ...
+    def __enter__(self) -> Stream:
+        return self
 
-        def begin_capture(self) -> None:
+    def __exit__(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def begin_capture(self) -> None:
+        if self.fails:
             raise RuntimeError("cudaErrorStreamCaptureUnsupported")
 
-        def end_capture(self) -> None:
-            raise RuntimeError("not capturing")
+    def end_capture(self) -> SimpleNamespace:
+        return SimpleNamespace(launch=lambda stream: None)
 
-    class Cuda:
-        pass
 
-    stand_in: Any = Cuda()
-    stand_in.cuda = Cuda()
-    stand_in.cuda.Stream = Stream
+@pytest.mark.parametrize("fails", [False, True])
+def test_graphs_are_timed_or_it_is_said_why_not(
+    fails: bool, bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stream, "fails", fails)
     comm = gccomm.Communicator(gccomm.backends.load("local")())
-    found = bench.measure_graph(comm, stand_in, np.ones(2000, np.float32), 1)
-    assert found == {"back_end": "local", "error": "RuntimeError: cudaErrorStreamCaptureUnsupported"}
+    monkeypatch.setattr(gccomm.Communicator, "synchronize", lambda _: None, raising=False)
+    library = SimpleNamespace(cuda=SimpleNamespace(Stream=Stream))
+    found = bench.measure_graph(comm, library, np.ones(2000, np.float32), 3)
+    if fails:
+        error = "RuntimeError: cudaErrorStreamCaptureUnsupported"
+        assert found == {"back_end": "local", "error": error}
+    else:
+        assert found.pop("replay_ms") > 0
+        assert found == {"back_end": "local", "codec": "uniform"}
