@@ -43,10 +43,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {command} " in out for command in ("run", "netlab", "bench", "codecs"))
+    assert all(f"\n  {command} " in out for command in ("run", "netlab", "bench", "codecs", "doctor"))
 
 
-@pytest.mark.parametrize("command", ["run", "netlab", "bench", "codecs"])
+@pytest.mark.parametrize("command", ["run", "netlab", "bench", "codecs", "doctor"])
 def test_help_of_a_command_is_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of([command, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: gccomm {command} ")
