@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -242,6 +243,29 @@ def test_without_a_gpu_one_line_says_why(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"train_cupy: 2 of 2 ranks have no GPU ({why}")
     assert line.endswith("training in NumPy")
+
+
+NUMPY_AS_CUPY = """
+from types import SimpleNamespace
+from numpy import *
+class cuda:
+    runtime = SimpleNamespace(getDeviceCount=lambda: 1, CUDARuntimeError=RuntimeError)
+    Device = staticmethod(lambda number: SimpleNamespace(use=lambda: None))
+"""
+
+
+def test_with_a_gpu_it_trains_the_same_without_that_line(tmp_path: Path) -> None:
+    """CuPy is NumPy by another name here: the way through the program is that of a GPU."""
+    (tmp_path / "cupy.py").write_text(NUMPY_AS_CUPY)
+    command = [sys.executable, str(TRAIN_CUPY), "--json", "--epochs", "1"]
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    without, there = (
+        subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        for env in (environ, {**environ, "PYTHONPATH": str(tmp_path)})
+    )
+    assert there.returncode == 0, there.stderr
+    assert there.stderr == ""
+    assert json.loads(there.stdout.splitlines()[-1]) == json.loads(without.stdout.splitlines()[-1])
 
 
 def test_each_local_rank_uses_its_device(convolutional: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
