@@ -31,6 +31,7 @@ __all__ = [
     "SUM_WORDS",
     "Call",
     "digest",
+    "exchange_texts",
     "verify",
     "verify_summed",
     "write_header",
@@ -164,7 +165,7 @@ def verify_summed(
 
 def _explain(call: Call, rank: int, size: int) -> Generator[Transfer, None, BaseException]:
     leaves = list(call.leaves())
-    reports = yield from _exchange_texts(_report(call, leaves), rank, size)
+    reports = yield from exchange_texts(_report(call, leaves), rank, size)
     failed = [r for r in range(size) if reports[r]["error"]]
     if failed:
         first = failed[0]
@@ -180,7 +181,7 @@ def _explain(call: Call, rank: int, size: int) -> Generator[Transfer, None, Base
             return errors.MismatchError(_disagreement(name, values, doing))
     index = yield from _first_difference(leaves, max(r["leaves"] for r in reports))
     mine = leaves[index] if index < len(leaves) else "(no such array)"
-    texts = yield from _exchange_texts({"leaf": _shorten(mine, 2 * TEXT_LIMIT)}, rank, size)
+    texts = yield from exchange_texts({"leaf": _shorten(mine, 2 * TEXT_LIMIT)}, rank, size)
     values = [t["leaf"] for t in texts]
     return errors.MismatchError(_disagreement(f"array {index} of the tree", values, doing))
 
@@ -227,7 +228,7 @@ def _encoded(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def _exchange_texts(report: dict[str, Any], rank: int, size: int) -> Generator[Transfer, None, list[Any]]:
+def exchange_texts(report: dict[str, Any], rank: int, size: int) -> Generator[Transfer, None, list[Any]]:
     """All-gather one JSON object a rank through a MAX of slots."""
     raw = _encoded(report)
     padded = np.frombuffer(raw.ljust(SLOT_BYTES, b" "), dtype=np.uint8).astype(np.uint32).reshape(-1, 3)

@@ -38,10 +38,12 @@ def init(backend: str = "auto", *, comm: Any = None, hierarchical: bool | None =
     Parameters
     ----------
     backend : str
-        "mpi" (mpi4py), "local" (this process alone), or "auto": "mpi" where an MPI launcher started the
-        process or ``comm`` is given, else "local". More by entry point ("gccomm.backends").
+        "mpi" (mpi4py), "nccl" (a CUDA device for each rank), "local" (this process alone), or "auto": "mpi"
+        where an MPI launcher started the process or ``comm`` is given, "nccl" where torchrun's or JAX's
+        variables name several processes, else "local". More by entry point ("gccomm.backends").
     comm : mpi4py.MPI.Intracomm, optional
-        The ranks, instead of all. gccomm works on a duplicate of its own.
+        The ranks, instead of all. gccomm works on a duplicate of its own. With "nccl" also a communicator of
+        nccl4py or CuPy.
     hierarchical : bool, optional
         What hosts of several ranks do first, where there are several hosts. True: a host's ranks add up their
         floats, in float32 or float64, and one of them compresses the sum, so that only hosts count in the

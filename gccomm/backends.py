@@ -285,8 +285,16 @@ def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int | None]
 
 
 def detect(environ: Mapping[str, str] | None = None) -> str:
-    """Return ``"mpi"`` for a process that an MPI launcher started, else ``"local"``."""
-    return "local" if launcher(environ) is None else "mpi"
+    """Return ``"mpi"`` for a process that an MPI launcher started, ``"nccl"`` where torchrun's or JAX's
+    variables name several processes, else ``"local"``.
+    """
+    if launcher(environ) is not None:
+        return "mpi"
+    env = os.environ if environ is None else environ
+    for number, place in (("WORLD_SIZE", "RANK"), ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")):
+        if place in env and env.get(number, "1") != "1":
+            return "nccl"
+    return "local"
 
 
 def _seconds(variable: str, default: float) -> float:

@@ -21,7 +21,7 @@ SLOW = {
     "tkinter",
     "concurrent.futures.process",
 }
-OWN = {"gccomm", "gccomm_mpi", "gccomm_local", "gccomm_launch", "array_api_compat"}
+OWN = {"gccomm", "gccomm_mpi", "gccomm_local", "gccomm_nccl", "gccomm_launch", "array_api_compat"}
 
 
 def modules_after(code: str) -> set[str]:
@@ -46,7 +46,8 @@ def with_numpy() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["gccomm", "gccomm.arrays", "gccomm.trees", "gccomm.interop", "gccomm.testing"]
+    "module",
+    ["gccomm", "gccomm.arrays", "gccomm.trees", "gccomm.interop", "gccomm.testing", "gccomm_nccl"],
 )
 def test_import_brings_no_other_library(module, with_numpy):
     loaded = modules_after(f"import {module}")

@@ -1,0 +1,379 @@
+"""NCCL without GPUs: communicators of a stand-in machine, which really reduce, and note what they are asked.
+
+Ranks are threads. A reduction is done when every rank has asked for it and every rank's stream has come to
+it; one whose sizes differ between ranks is never done, as NCCL would hang. Both wrappers are here: CuPy's as
+`cupy.cuda.nccl`, and nccl4py as `nccl.core`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from tests.fake_gpu import Action, Machine, Stream
+
+__all__ = ["FakeNccl", "install"]
+
+DTYPES: dict[int, Any] = {
+    1: np.uint8,
+    3: np.uint32,
+    6: np.float16,
+    7: np.float32,
+    8: np.float64,
+    9: ml_dtypes.bfloat16,
+}
+SUM, MAX, COPY = 0, 2, -1
+
+
+class NcclError(RuntimeError):
+    """In the place of either wrapper's."""
+
+
+class Asked(NamedTuple):
+    """What one operation is."""
+
+    send: int
+    recv: int
+    count: int
+    dtype: int
+    operator: int
+    root: int = 0
+
+
+class Operation(Action):
+    """One rank's part of an operation."""
+
+    def __init__(self, comm: Comm, stream: Stream, asked: Asked) -> None:
+        super().__init__(lambda: None)
+        self.comm, self.stream, self.asked, self.ready = comm, stream, asked, False
+        self.place = len(comm.group.parts[comm.rank])
+        comm.group.parts[comm.rank].append(self)
+
+    def again(self, stream: Stream) -> Action:
+        return Operation(self.comm, stream, self.asked)
+
+    def run(self) -> bool:
+        if self.done:
+            return True
+        if self.comm.aborted:
+            self._array(self.asked.recv).view(np.uint8)[...] = 0x5A
+            return True
+        self.ready = True
+        parts = self.comm.group.parts
+        if any(len(of_rank) <= self.place for of_rank in parts):
+            return False
+        group = [of_rank[self.place] for of_rank in parts]
+        for other in group:
+            if not other.ready:
+                other.stream.advance(other)
+        if any(other.comm.aborted for other in group):
+            return False
+        if not self.done and all(other.ready for other in group):
+            if len({(o.asked.count, o.asked.dtype, o.asked.operator == COPY) for o in group}) > 1:
+                return False
+            self._reduce(group)
+        return self.done
+
+    def _array(self, address: int) -> Any:
+        dtype = np.dtype(DTYPES[self.asked.dtype])
+        raw = (ctypes.c_uint8 * (self.asked.count * dtype.itemsize)).from_address(address)
+        return np.frombuffer(raw, dtype)
+
+    def _reduce(self, group: list[Operation]) -> None:
+        inputs = [other._array(other.asked.send).copy() for other in group]
+        for other in group:
+            if other.asked.operator == COPY:
+                total = inputs[other.asked.root]
+            else:
+                total = inputs[0].copy()
+                for one in inputs[1:]:
+                    total = np.maximum(total, one) if other.asked.operator == MAX else total + one
+            other._array(other.asked.recv)[...] = total
+            other.done = True
+        self.comm.group.machine.changed.notify_all()
+
+
+class Group:
+    """The ranks of a communicator."""
+
+    def __init__(self, machine: Machine, size: int) -> None:
+        self.machine, self.size = machine, size
+        self.parts: list[list[Operation]] = [[] for _ in range(size)]
+        self.here: dict[int, Any] = {}
+        self.splits: dict[int, Any] = {}
+
+
+class Comm:
+    """One rank of a communicator."""
+
+    def __init__(self, nccl: FakeNccl, group: Group, rank: int, device: int) -> None:
+        self.nccl, self.group, self.rank, self.device = nccl, group, rank, device
+        self.aborted = self.destroyed = False
+        self.asynchronous: int = 0
+        self.log: list[tuple[Any, ...]] = []
+        self.splits = 0
+
+    def enqueue(self, asked: Asked, stream: int) -> None:
+        machine = self.group.machine
+        if self.nccl.refuse is not None:
+            raise NcclError(self.nccl.refuse)
+        if self.aborted or self.destroyed:
+            raise NcclError("invalid usage: the communicator is gone")
+        assert stream != 0, "the legacy default stream"
+        assert machine.device() == self.device, "another device is current"
+        assert machine.owns(asked.send), "not device memory"
+        assert machine.owns(asked.recv), "not device memory"
+        self.log.append((*asked, stream, self.nccl.grouped()))
+        self.nccl.later(lambda: self._put(asked, machine.streams[stream]))
+
+    def _put(self, asked: Asked, stream: Stream) -> None:
+        with self.group.machine.changed:
+            if stream.capture is not None:
+                stream.put(Captured(self, asked))
+            else:
+                stream.put(Operation(self, stream, asked))
+
+    def split(self, color: int, key: int) -> Comm | None:
+        machine = self.group.machine
+        with machine.changed:
+            choices = self.group.splits.setdefault(self.splits, {})
+            self.splits += 1
+            choices[self.rank] = (color, key)
+            machine.changed.notify_all()
+            assert machine.changed.wait_for(lambda: len(choices) == self.group.size, 10)
+            members = sorted((k, r) for r, (c, k) in choices.items() if isinstance(r, int) and c == color)
+            if color < 0:
+                return None
+            ranks = [r for _, r in members]
+            group = self.group.here.setdefault((id(choices), color), Group(machine, len(ranks)))
+            return Comm(self.nccl, group, ranks.index(self.rank), self.device)
+
+    def abort(self) -> None:
+        with self.group.machine.changed:
+            self.aborted = True
+            self.group.machine.changed.notify_all()
+
+    def destroy(self) -> None:
+        self.destroyed = True
+
+
+class Captured(Action):
+    """An operation within a graph."""
+
+    def __init__(self, comm: Comm, asked: Asked) -> None:
+        super().__init__(lambda: None)
+        self._comm, self._asked = comm, asked
+
+    def again(self, stream: Stream) -> Action:
+        return Operation(self._comm, stream, self._asked)
+
+
+class FakeNccl:
+    """The library, for all ranks of a machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.comms: list[Comm] = []
+        self.groups: dict[bytes, Group] = {}
+        self.refuse: str | None = None
+        self._local = threading.local()
+        self._ids = 0
+
+    def grouped(self) -> bool:
+        return getattr(self._local, "depth", 0) > 0
+
+    def later(self, call: Any) -> None:
+        if self.grouped():
+            self._local.calls.append(call)
+        else:
+            call()
+
+    def group_start(self) -> None:
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        if self._local.depth == 1:
+            self._local.calls = []
+
+    def group_end(self) -> None:
+        self._local.depth -= 1
+        if self._local.depth == 0:
+            for call in self._local.calls:
+                call()
+
+    def unique_id(self) -> bytes:
+        self._ids += 1
+        return bytes([self._ids, 200]) * 64
+
+    def join(self, size: int, rank: int, unique_id: bytes) -> Comm:
+        with self.machine.changed:
+            group = self.groups.setdefault(bytes(unique_id), Group(self.machine, size))
+            made = Comm(self, group, rank, self.machine.device())
+            group.here[rank] = made
+            self.comms.append(made)
+            self.machine.changed.notify_all()
+            assert self.machine.changed.wait_for(lambda: len(group.here) >= size, 10)
+        return made
+
+
+def _cupy_nccl(nccl: FakeNccl, *, signed: bool = False) -> Any:
+    """Return the stand-in for cupy.cuda.nccl."""
+
+    class NcclCommunicator:
+        def __init__(self, size: int, unique_id: Any, rank: int, made: Comm | None = None) -> None:
+            if signed and made is None:
+                assert isinstance(unique_id, tuple)
+                unique_id = bytes(value & 0xFF for value in unique_id)
+            self.comm = made or nccl.join(size, rank, unique_id)
+
+        def rank_id(self) -> int:
+            return self.comm.rank
+
+        def size(self) -> int:
+            return self.comm.group.size
+
+        def device_id(self) -> int:
+            return self.comm.device
+
+        def allReduce(self, *args: int) -> None:  # noqa: N802
+            *asked, stream = args
+            self.comm.enqueue(Asked(*asked), stream)
+
+        def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
+            self.comm.enqueue(Asked(send, recv, count, dtype, COPY, root), stream)
+
+        def commSplit(self, color: int, key: int) -> Any:  # noqa: N802
+            made = self.comm.split(color, key)
+            return None if made is None else NcclCommunicator(0, None, 0, made)
+
+        def check_async_error(self) -> None:
+            if self.comm.asynchronous:
+                raise NcclError("NCCL_ERROR_SYSTEM_ERROR: remote process exited")
+
+        def abort(self) -> None:
+            self.comm.abort()
+
+        def destroy(self) -> None:
+            self.comm.destroy()
+
+    def get_unique_id() -> Any:
+        found = nccl.unique_id()
+        return tuple(v - 256 if v > 127 else v for v in found) if signed else found
+
+    NcclCommunicator.__module__ = "cupy_backends.cuda.libs.nccl"
+    return SimpleNamespace(
+        available=True,
+        get_version=lambda: 23203,
+        get_unique_id=get_unique_id,
+        NcclCommunicator=NcclCommunicator,
+        groupStart=nccl.group_start,
+        groupEnd=nccl.group_end,
+    )
+
+
+class _Array(NamedTuple):
+    """In the place of cupy.ndarray, over memory of others."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    data: Any
+
+
+def _core(nccl: FakeNccl) -> Any:
+    """Return the stand-in for nccl.core."""
+    numbers = {np.dtype(dtype): number for number, dtype in DTYPES.items()}
+
+    class UniqueId:
+        def __init__(self, raw: bytes) -> None:
+            self.raw = raw
+
+        def __bytes__(self) -> bytes:
+            return self.raw
+
+        @staticmethod
+        def from_bytes(raw: bytes) -> UniqueId:
+            return UniqueId(raw)
+
+    class Communicator:
+        def __init__(self, made: Comm) -> None:
+            self.comm = made
+            self.rank, self.nranks = made.rank, made.group.size
+            self.device = SimpleNamespace(device_id=made.device)
+
+        @classmethod
+        def init(cls, nranks: int, rank: int, unique_id: UniqueId) -> Communicator:
+            return cls(nccl.join(nranks, rank, unique_id.raw))
+
+        def _asked(self, send: _Array, recv: _Array, operator: int, root: int = 0) -> Asked:
+            assert send.dtype == recv.dtype
+            return Asked(
+                send.data.ptr, recv.data.ptr, recv.shape[0], numbers[np.dtype(recv.dtype)], operator, root
+            )
+
+        def allreduce(self, send: _Array, recv: _Array, op: int, *, stream: int | None = None) -> None:
+            self.comm.enqueue(self._asked(send, recv, op), stream or 0)
+
+        def broadcast(self, send: _Array, recv: _Array, root: int, *, stream: int | None = None) -> None:
+            self.comm.enqueue(self._asked(send, recv, COPY, root), stream or 0)
+
+        def split(self, color: int | None, key: int) -> Any:
+            made = self.comm.split(-1 if color is None else color, key)
+            return SimpleNamespace(ptr=0) if made is None else Communicator(made)
+
+        def get_async_error(self) -> int:
+            return self.comm.asynchronous
+
+        def get_last_error(self) -> str:
+            return "remote process exited"
+
+        def abort(self) -> None:
+            self.comm.abort()
+
+        def destroy(self) -> None:
+            self.comm.destroy()
+
+    @contextmanager
+    def group() -> Any:
+        nccl.group_start()
+        try:
+            yield
+        finally:
+            nccl.group_end()
+
+    Communicator.__module__ = "nccl.core.communicator"
+    versions = SimpleNamespace(libnccl=SimpleNamespace(version="2.32.3"))
+    return SimpleNamespace(
+        SUM=SUM,
+        MAX=MAX,
+        UniqueId=UniqueId,
+        Communicator=Communicator,
+        group=group,
+        get_unique_id=lambda: UniqueId(nccl.unique_id()),
+        get_version=lambda: versions,
+    )
+
+
+def install(patch: Any, machine: Machine, wrapper: str = "cupy") -> FakeNccl:
+    """Put the machine and NCCL in the place of modules: "cupy", "cupy13" (unique ids as integers) or
+    "nccl4py".
+    """
+    found = FakeNccl(machine)
+    cupy = machine.cupy
+    cupy.cuda.nccl = _cupy_nccl(found, signed=wrapper == "cupy13")
+    cupy.__version__ = "13.6.0" if wrapper == "cupy13" else "14.2.0"
+    cupy.ndarray = _Array
+    core = _core(found) if wrapper == "nccl4py" else None
+    modules = {
+        "cupy": cupy,
+        "cupy.cuda": cupy.cuda,
+        "nccl": core and SimpleNamespace(core=core),
+        "nccl.core": core,
+    }
+    for name, module in modules.items():
+        patch.setitem(__import__("sys").modules, name, module)
+    patch.setenv("GCCOMM_NCCL", "nccl4py" if wrapper == "nccl4py" else "cupy")
+    return found
