@@ -58,6 +58,7 @@ FIELDS = (
 )
 ERROR_WORD = 2 * len(FIELDS)  # rank + 1 of a rank that failed its own checks
 MISSING_WORD = ERROR_WORD + 1  # some rank passed None for a key that is known
+FLOWING_WORD = MISSING_WORD + 1  # some rank does not wait for the header: its device looks at it
 SLOT_BYTES = 3 * 1024  # text of one rank in the second exchange; three bytes a word keep words below 2^31
 SUM_WORDS = 8  # of a summed header
 TEXT_LIMIT = 600  # bytes of a text in a slot, escapes included
@@ -132,13 +133,29 @@ def verify(
     call: Call, rank: int, size: int, message: Words
 ) -> Generator[Transfer, None, BaseException | None]:
     """Check the reduced header; on any difference run the second exchange and return the error that every
-    rank returns.
+    rank returns. Where others do not wait for that, as their devices check the header, the error is raised.
     """
     pairs = message[: 2 * len(FIELDS)].reshape(-1, 2)
     same = bool((pairs[:, 0] == ~pairs[:, 1]).all())
     if same and message[ERROR_WORD] == 0:
         return None
+    if message[FLOWING_WORD]:
+        raise _alone(call, rank, pairs)
     return (yield from _explain(call, rank, size))
+
+
+def _alone(call: Call, rank: int, pairs: Words) -> BaseException:
+    """Return the error of a rank that others do not wait for, so that none can be told of it."""
+    if call.error is not None:
+        return call.error
+    own = np.array(call.values(), dtype=np.uint32)
+    differs = list(dict.fromkeys(np.array(FIELDS)[(pairs[:, 0] != own) | (pairs[:, 1] != ~own)].tolist()))
+    where = f"in {', '.join(differs)}" if differs else "in its arguments, which are bad"
+    return errors.MismatchError(
+        f"rank {rank}: {call.describe()} differs from another rank's call {where}. Others go on by a layout "
+        "that had been agreed on, without waiting: the communicator is broken. Every rank must make the same "
+        "calls in the same order, with the same keys, shapes, dtypes and options"
+    )
 
 
 def write_summed(call: Call, message: Words) -> None:

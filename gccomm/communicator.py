@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from gccomm.thread import Worker
 from gccomm.transfers import Broadcast, Transfer, execute
 from gccomm.turns import Exclusive, Turn
 from gccomm.work import Done, Task, Work, snapshot
+
+if TYPE_CHECKING:
+    from gccomm.flow import Board
 
 __all__ = ["Communicator"]
 
@@ -64,7 +67,9 @@ class Communicator:
         hosts: Hosts | None = getattr(backend, "hosts", None)
         where = backend.rank, backend.size, backend.one_host
         first, go_on = getattr(backend, "first_words", 0), getattr(backend, "go_on", None)
-        self._place = Place(*where, operations, room_of(backend), lanes, hosts, first, go_on)
+        self._boards: dict[str, Board] = {}  # by device, where words stay there
+        board = self._board if hasattr(backend, "takes_device") else None
+        self._place = Place(*where, operations, room_of(backend), lanes, hosts, first, go_on, board)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0
@@ -218,6 +223,31 @@ class Communicator:
                 worker.close()
             if self._on_close is not None:
                 self._on_close()
+
+    def _board(self, device: str) -> Board:
+        """Return what host and device tell each other; ValueError where the back end works elsewhere."""
+        backend: Any = self._backend
+        if not backend.takes_device(device):
+            msg = (
+                f"arrays lie on {device}, but rank {self.rank} of this communicator works on {backend.device}"
+            )
+            raise ValueError(msg)
+        if device not in self._boards:
+            from gccomm.flow import Board
+
+            found = Board(kernels.of_device(device), self.rank, backend.require_whole)
+            backend.oversee(found.look, found.doom)
+            self._boards[device] = found
+        return self._boards[device]
+
+    def synchronize(self) -> None:
+        """Wait until the work of calls on devices is done, and raise what went wrong there; not collective.
+
+        Only calls whose words stay on a device return before that: see docs/gpu.md.
+        """
+        with self._exclusive:
+            for board in self._boards.values():
+                self._drive(Call("barrier"), _waiting(board), lambda _: None)
 
     def next_reducer(self) -> int:
         """Return the number of a new reducer: its place in the order of construction, equal on all ranks."""
@@ -447,6 +477,8 @@ class Communicator:
         self._backend.set_activity(call.describe)
         with HoldInterrupts(self._backend):
             try:
+                for board in self._boards.values():
+                    board.check()
                 outcome = self._run(transfers)
             except CollectiveTimeout:
                 self._broken = "broken: a collective timed out"
@@ -466,6 +498,13 @@ class Communicator:
                 outcome: Outcome = stop.value
                 return outcome
             handle = execute(transfer, self._backend)
+
+
+def _waiting(board: Board) -> Generator[Transfer, None, Outcome]:
+    """Return a call without transfers that waits for a device."""
+    board.wait()
+    yield from ()
+    return Outcome()
 
 
 def _line(key: str, view: arrays.View | None) -> str:

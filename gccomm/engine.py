@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from gccomm import memory
 from gccomm.agreement import (
     HEADER_WORDS,
     MESSAGE_WORDS,
-    MISSING_WORD,
     SCALE_WORDS,
     SUM_WORDS,
     Call,
@@ -44,6 +43,9 @@ from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Context, Redo, Sum, Words
 from gccomm.timeline import CallSpans
 from gccomm.transfers import Between, Finish, HostSum, LaneAdd, Maximum, Start, Transfer, Whole, WordAdd
+
+if TYPE_CHECKING:
+    from gccomm.flow import Flow
 
 __all__ = ["Job", "Outcome", "reduce", "rendezvous", "tag_of"]
 
@@ -99,6 +101,8 @@ class Job:
         Where hosts add up their ranks' floats before they compress.
     first_words : int
         Most words of the first message, where ranks in different calls may send different numbers of them.
+    flow : Flow, optional
+        Where words stay on a device.
     """
 
     def __init__(
@@ -114,10 +118,13 @@ class Job:
         spans: CallSpans | None = None,
         hosts: Hosts | None = None,
         first_words: int = 0,
+        flow: Flow | None = None,
     ) -> None:
-        self.first_words, words_of = first_words, scratch
-        if plan.devices:  # a copy from a device into pinned memory is the fastest; back ends go on from there
+        self.first_words, self.flow, words_of = first_words, flow, scratch
+        if plan.devices:  # a copy into pinned memory is the fastest; back ends go on from there
             room, words_of = (lambda _nbytes: None), partial(memory.pinned_words, plan.devices[0])
+        if flow is not None:
+            words_of = flow.scratch
         self.place, self.spans, self.hosts = room, spans, hosts
         self.plan, self.context, self.whole = plan, context, whole
         self.have, self.states = have, states or {}
@@ -230,7 +237,7 @@ def _hastens(transfer: Whole) -> bool:
 class _Engine:
     def __init__(self, job: Job, rank: int, size: int) -> None:
         self.job, self.rank, self.size = job, rank, size
-        self.wire = Wire(rank, size, job.spans)
+        self.wire = Wire(rank, size, job.spans) if job.flow is None else job.flow.wire(rank, size, job.spans)
         self.stats = self.wire.stats
         self.first: list[list[Running]] = []  # of the pieces whose agreement begins with the header
         self.running: list[Running] = []  # all of them
@@ -257,12 +264,12 @@ class _Engine:
             self.head = next(self.queue)
             end = SUM_WORDS + self.head.words
             if end >= len(job.words):  # a codec that needs more words than it said
-                job.words = self.free[-1] = scratch(end + 1)
+                job.words = self.free[-1] = self.wire.scratch(end + 1)
             self.head.encode(job.words[SUM_WORDS:end])
             return
         self.end = HEADER_WORDS + wanted(self.running, Agree)
         if self.end > len(job.agree):  # a codec that agrees on more than a word a block
-            job.agree = scratch(self.end)
+            job.agree = self.wire.scratch(self.end)
         fill(self.running, Agree, job.agree[HEADER_WORDS : self.end])
         job.agree[self.end : MESSAGE_WORDS] = 0
 
@@ -273,7 +280,7 @@ class _Engine:
         outcome.error = yield from self._summed_round(call) if self.summed else self._first_round(call)
         if outcome.error is not None:
             return outcome
-        missing = self.job.words[3] if self.summed else self.job.agree[MISSING_WORD]
+        missing = self.job.words[3] if self.summed else self.wire.missing(self.job.agree)
         if missing:
             outcome.present = yield from self._presence()
         if self.queue is not None:
@@ -291,6 +298,8 @@ class _Engine:
         ended = [r for _, mine in sorted(self.ended.items()) for r in mine]
         outcome.parts = _parts(ended)
         outcome.error = _overflow(self.job.plan)
+        if self.job.flow is not None:
+            self.job.flow.end()
         return outcome
 
     def _piece(self, running: Sequence[Running], words: Words, speaker: int | None = None) -> Piece:
@@ -356,10 +365,10 @@ class _Engine:
     def _first_round(self, call: Call) -> Generator[Transfer, None, BaseException | None]:
         """Send the header with the first scales, then the other scales."""
         agree, end = self.job.agree, self.end
-        write_header(call, self.rank, agree)
+        self.wire.write_header(call, agree)
         first = self._first(end)
         yield from self.wire.move(Maximum(agree[:first]), 4 * first)
-        error = yield from verify(call, self.rank, self.size, agree)
+        error = yield from self.wire.verify(call, agree)
         if error is None and end > first:
             yield from self.wire.move(Maximum(agree[first:end]), 4 * (end - first))
         if error is None:

@@ -11,6 +11,7 @@ from gccomm.layout import PIECE_COORDINATES
 from gccomm.steps import Buffer
 
 if TYPE_CHECKING:
+    from gccomm.flow import Board
     from gccomm.hosts import Hosts
 
 __all__ = ["Options", "Place"]
@@ -21,8 +22,9 @@ class Place:
     """Where a rank stands: its number, the number of ranks, whether they share one host, the operations of
     its back end's own, where that would have the data of the next sum (None: anywhere), and whether it sums
     lanes by itself; the hosts, where these add up their ranks' floats before they compress; the most words of
-    the first message of a call, where that may be of different lengths on ranks in different calls; and what
-    lets reductions on their way go on, and returns whether there are any.
+    the first message of a call, where that may be of different lengths on ranks in different calls; what lets
+    reductions on their way go on, and returns whether there are any; and, where the back end reduces in the
+    memory of devices, the board of a device by its name.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class Place:
     hosts: Hosts | None = None
     first_words: int = 0
     go_on: Callable[[], bool] | None = None
+    board: Callable[[str], Board] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import numpy as np
 
 from gccomm import kernels
+from gccomm.agreement import MISSING_WORD, Call, verify, write_header
 from gccomm.errors import BackendError
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Energies, FloatSum, Fold, LaneSum, OpSum, Sum, Words
 from gccomm.timeline import CallSpans
-from gccomm.transfers import Combine, FloatAdd, Folding, LaneAdd, Maximum, Whole, WordAdd
+from gccomm.transfers import Combine, FloatAdd, Folding, LaneAdd, Maximum, Transfer, Whole, WordAdd
 
 __all__ = ["MASK", "Moves", "Piece", "Wire", "scratch"]
 
@@ -98,6 +99,39 @@ class Wire:
         self.tag = (self.tag * 0x9E3779B1 + 0x7F4A7C15) & MASK
         return self.tag
 
+    # What is done otherwise where words stay on a device: see :mod:`gccomm.flow`
+
+    def scratch(self, count: int) -> Words:
+        """Return memory for so many words, kept by codecs as long as they like."""
+        return np.empty(count, dtype=np.uint32)
+
+    def write_header(self, call: Call, message: Words) -> None:
+        """Write the header of a call."""
+        write_header(call, self.rank, message)
+
+    def verify(self, call: Call, message: Words) -> Generator[Transfer, None, BaseException | None]:
+        """Check the reduced header."""
+        return verify(call, self.rank, self.size, message)
+
+    def missing(self, message: Words) -> bool:
+        """Return whether some rank has None for a known key, as a verified header says."""
+        return bool(message[MISSING_WORD])
+
+    def agreed(self, words: Words) -> None:
+        """Take notice of agreed words."""
+
+    def put_tag(self, words: Words) -> int:
+        """Write the next tag behind a message's words, and return it."""
+        words[-1] = tag = self.next_tag()
+        return tag
+
+    def check_sum(self, tag: int, sums: Words, place: int) -> None:
+        """Check the tag at a place of a sum."""
+        self.check(tag, int(sums[place]))
+
+    def summed_floats(self, buffer: Buffer) -> None:
+        """Take notice of a sum of floats."""
+
     def check(self, tag: int, summed: int) -> None:
         """Raise BackendError where a summed tag is not what all ranks' tags add up to."""
         expected = tag * self.size & MASK
@@ -144,10 +178,11 @@ class Piece:
         """
         while count := wanted(self.running, Agree):
             fits = room is not None and count <= len(room)
-            words = room[:count] if room is not None and fits else np.empty(count, dtype=np.uint32)
+            words = room[:count] if room is not None and fits else self.wire.scratch(count)
             room = None
             fill(self.running, Agree, words)
             yield from self.wire.move(Maximum(words), words.nbytes)
+            self.wire.agreed(words)
             answer(self.running, Agree, words)
 
     def advance(self) -> Moves:
@@ -157,7 +192,7 @@ class Piece:
             if pending(mine, Agree):
                 yield from self.agree()
             elif count := wanted(mine, Energies):
-                words = np.empty(count, dtype=np.uint32)
+                words = self.wire.scratch(count)
                 fill(mine, Energies, words)
                 yield from self.wire.move(WordAdd(words), words.nbytes)
                 answer(mine, Energies, words)
@@ -185,20 +220,19 @@ class Piece:
         """Send a message, and return whether every redone span in it is right."""
         count = message.words + 1
         if count > len(self.words):  # a codec that needs more words than it said
-            self.words = scratch(count)
+            self.words = self.wire.scratch(count)
         sums = self.words[:count]
         placed = self._place(4 * count)
         words = sums if placed is None else placed.view(np.uint32)
         message.encode(words[:-1])
-        tag = self.wire.next_tag()
-        words[-1] = tag
+        tag = self.wire.put_tag(words)
         out = None if placed is None else sums
         yield from self.wire.move(WordAdd(words, message.lanes(0), out), words.nbytes)
         return self.take(message, sums, tag)
 
     def take(self, message: Message, sums: Words, tag: int) -> bool:
         """Check the tag behind a summed message and hand its sums out."""
-        self.wire.check(tag, int(sums[message.words]))
+        self.wire.check_sum(tag, sums, message.words)
         right = message.decode(sums[: message.words])
         self.wire.decoded()
         return right
@@ -219,6 +253,7 @@ class Piece:
             sent: Buffer = buffer if placed is None else placed.view(dtype)
             step.encode(0, step.blocks, sent)
             yield from self.wire.move(FloatAdd(sent, buffer, step.dtype), nbytes)
+            self.wire.summed_floats(buffer)
             step.decode(0, step.blocks, buffer)
         self.wire.decoded()
         r.answer(None)

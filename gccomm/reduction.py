@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,9 @@ from gccomm.stats import Measured, Stats
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
 
+if TYPE_CHECKING:
+    from gccomm.flow import Flow
+
 __all__ = [
     "Attempt",
     "KeyState",
@@ -43,6 +46,7 @@ __all__ = [
 
 STREAM_BYTES = 8 << 20  # results larger than this are written past the caches
 PLAN_CACHE = 32  # two a layout: steps that are measured have smaller pieces
+DEVICE_PIECE_COORDINATES = 1 << 23  # of a piece that a device works on: kernels that are worth their start
 FIRST_MEASURED = 3  # steps in which errors are measured, before every few
 FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
@@ -150,14 +154,16 @@ class Reduction:
         size: int,
         hosts: int = 0,
         lane_sums: bool = False,
+        piece_coordinates: int = 0,
     ) -> Plan:
         """Return the plan for these leaves, from the cache where the layout was seen before."""
         options = self.options
-        signature = (tuple(leaves), nones, size, hosts, lane_sums)
+        most = max(options.piece_coordinates, piece_coordinates)
+        signature = (tuple(leaves), nones, size, hosts, lane_sums, most)
         plan = self._plans.pop(signature, None)
         if plan is None:
             specs = [self._spec(x) for x in leaves]
-            sizes = options.piece_coordinates, options.bucket_bytes
+            sizes = most, options.bucket_bytes
             plan = Plan(specs, size, options.seed, *sizes, nones, hosts, lane_sums=lane_sums)
             while len(self._plans) >= self.plans_kept:
                 self._plans.pop(next(iter(self._plans)))
@@ -222,7 +228,10 @@ class Attempt:
         self.measures = self.reduction.measures()
         self._lane_sums = self.place.sums_lanes and not self.measures
         hosts = self.place.hosts.number if self.place.hosts is not None else 0
-        plan = self.plan = self.reduction.plan(self._leaves, nones, self.place.size, hosts, self._lane_sums)
+        size, least = self.place.size, self._piece_coordinates()
+        plan = self.plan = self.reduction.plan(
+            self._leaves, nones, size, hosts, self._lane_sums, piece_coordinates=least
+        )
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
         self._check_operations(plan)
@@ -233,6 +242,12 @@ class Attempt:
         self._check_finite(plan)
         if self.spans is not None:
             self.spans.phase("prepare")
+
+    def _piece_coordinates(self) -> int:
+        """Return how many coordinates a piece has at least: many, where words stay on a device."""
+        if self.place.board is None or any(leaf.device == "cpu" for leaf in self._leaves):
+            return 0
+        return DEVICE_PIECE_COORDINATES
 
     def _check_operations(self, plan: Plan) -> None:
         for codec in {spec.route for spec in plan.specs}:
@@ -329,7 +344,21 @@ class Attempt:
             spans=spans,
             hosts=hosts,
             first_words=self.place.first_words,
+            flow=self._flow(plan, context) if self._devices is not None else None,
         )
+
+    def _flow(self, plan: Plan, context: Context) -> Flow | None:
+        """Return the flow of a call whose words stay on the device."""
+        device = plan.devices[0]
+        if self.place.board is None or any(spec.worked_on != device for spec in plan.specs):
+            return None
+        if not all(spec.route.device_words for spec in plan.specs):
+            return None
+        from gccomm.flow import Flow
+
+        able = not (self.measures or self.call.missing)
+        able = able and all(spec.route.flows(context) for spec in plan.specs)
+        return Flow(self.place.board(device), (self.reduction.reducer, plan.layout), able)
 
     def _result(self, i: int, leaf: Leaf, spec: LeafSpec, integers: bool) -> Buffer:
         """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""

@@ -115,6 +115,9 @@ class OnCpu(Launcher):
     def download(self, to: Bytes, source: int) -> None:
         self.copy(to.ctypes.data, source, to.nbytes)
 
+    def clear(self, address: int, nbytes: int) -> None:
+        ctypes.memset(address, 0, nbytes)
+
     def launch(self, name: str, blocks: int, args: Sequence[np.generic]) -> None:
         self.launches[name] = self.launches.get(name, 0) + 1
         self.run(name, min(blocks, self._most), args)

@@ -7,6 +7,7 @@ that it was taken on. Ranks are threads; their devices share the machine.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 
 from tests.cuda_on_cpu import OnCpu
 
-__all__ = ["Action", "Machine", "RuntimeFailure", "Stream"]
+__all__ = ["Action", "Machine", "RuntimeFailure", "Stream", "ndarray"]
 
 POLLS = 3  # how often one has to ask before something moves
 
@@ -218,19 +219,61 @@ class Memory:
                 self._stream.todo.append(Action(lambda: room.fill(0xEE)))
 
 
-class Pinned:
+class Pinned(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Pinned host memory, whose room others get at once."""
 
-    def __init__(self, machine: Machine, nbytes: int) -> None:
-        self._room = np.zeros(nbytes, np.uint8)
-        self.ptr = self._room.ctypes.data
-        machine.pinned.append(self._room)
+    machine: Machine | None = None
+
+    @classmethod
+    def of(cls, machine: Machine, nbytes: int) -> Pinned:
+        made = np.zeros(nbytes, np.uint8).view(cls)
+        machine.pinned.append(made.base)
         machine.held += 1
-        self._machine = machine
+        made.machine = machine
+        return made
+
+    @property
+    def ptr(self) -> int:
+        return int(self.ctypes.data)
 
     def __del__(self) -> None:
-        self._room[:] = 0xEE
-        self._machine.held -= 1
+        if self.machine is not None:
+            np.asarray(self)[:] = 0xEE
+            self.machine.held -= 1
+
+
+class Unowned:
+    """Memory that somebody else keeps."""
+
+    def __init__(self, machine: Machine, ptr: int, owner: Any, device_id: int) -> None:
+        self._machine, self.ptr, self.owner, self.device_id = machine, ptr, owner, device_id
+
+
+class MemoryPointer:
+    """An address, and what keeps the memory there."""
+
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem, self.ptr = mem, mem.ptr + offset
+
+
+class ndarray:  # noqa: N801
+    """An array on a device, in C order."""
+
+    def __init__(self, shape: Sequence[int], dtype: Any, memptr: Any, strides: Any = None) -> None:
+        self.shape, self.dtype, self.data = tuple(shape), np.dtype(dtype), memptr
+        self.size = int(np.prod(self.shape, dtype=np.int64))
+        plain = np.empty(self.shape, np.void(self.dtype.itemsize).dtype).strides
+        assert strides is None or tuple(strides) == plain
+        self.strides = plain
+        self.device = SimpleNamespace(id=memptr.mem.device_id)
+
+    def host(self) -> Any:
+        """Return the memory itself, whatever is still to be done."""
+        room = (ctypes.c_uint8 * (self.size * self.dtype.itemsize)).from_address(self.data.ptr)
+        return np.frombuffer(room, self.dtype).reshape(self.shape)
+
+
+ndarray.__module__ = "cupy"
 
 
 class Machine:
@@ -352,6 +395,7 @@ class Machine:
             memcpyDeviceToHost=2,
             memcpyDeviceToDevice=3,
             memcpyAsync=self.copy,
+            memsetAsync=self.set,
             eventQuery=self.query,
             eventRecord=self.record,
             streamWaitEvent=self.wait_event,
@@ -364,12 +408,33 @@ class Machine:
             Event=lambda disable_timing=False: Event(self, disable_timing),
             Stream=self._stream_class(),
             alloc=lambda nbytes: Memory(self, nbytes),
-            alloc_pinned_memory=lambda nbytes: Pinned(self, nbytes),
+            alloc_pinned_memory=lambda nbytes: Pinned.of(self, nbytes),
             get_current_stream=self.current_stream,
-            UnownedMemory=lambda ptr, size, owner, device_id=-1: SimpleNamespace(ptr=ptr, owner=owner),
-            MemoryPointer=lambda memory, offset: SimpleNamespace(ptr=memory.ptr + offset),
+            UnownedMemory=lambda ptr, size, owner, device_id=-1: Unowned(self, ptr, owner, device_id),
+            MemoryPointer=MemoryPointer,
         )
-        return SimpleNamespace(cuda=cuda, RawModule=self._raw_module, __version__="14.2.0")
+        module = SimpleNamespace(cuda=cuda, RawModule=self._raw_module, ndarray=ndarray, __version__="14.2.0")
+        module.asarray, module.asnumpy = self.asarray, self.asnumpy
+        return module
+
+    def set(self, at: int, value: int, nbytes: int, stream: int) -> None:
+        with self.changed:
+            self.stream_of(stream).put(Action(lambda: ctypes.memset(at, value, nbytes) and None))
+
+    # Arrays
+
+    def asarray(self, values: Any) -> ndarray:
+        """Return an array on the current device, whose content comes when the current stream does."""
+        source = np.array(values, order="C")
+        made = ndarray(source.shape, source.dtype, MemoryPointer(Memory(self, max(source.nbytes, 1)), 0))
+        with self.changed:
+            self.current_stream().put(Action(lambda: np.copyto(made.host(), source)))
+        return made
+
+    def asnumpy(self, array: ndarray) -> Any:
+        """Return the content as the current stream has it."""
+        self.current_stream(array.device.id).synchronize()
+        return array.host().copy()
 
     def _raw_module(self, path: str) -> Any:
         def function(name: str) -> Callable[..., None]:

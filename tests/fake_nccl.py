@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from tests.fake_gpu import Action, Machine, Stream
+from tests.fake_gpu import Action, Machine, Stream, ndarray
 
 __all__ = ["FakeNccl", "install"]
 
@@ -275,14 +275,6 @@ def _cupy_nccl(nccl: FakeNccl, *, signed: bool = False) -> Any:
     )
 
 
-class _Array(NamedTuple):
-    """In the place of cupy.ndarray, over memory of others."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    data: Any
-
-
 def _core(nccl: FakeNccl) -> Any:
     """Return the stand-in for nccl.core."""
     numbers = {np.dtype(dtype): number for number, dtype in DTYPES.items()}
@@ -308,16 +300,16 @@ def _core(nccl: FakeNccl) -> Any:
         def init(cls, nranks: int, rank: int, unique_id: UniqueId) -> Communicator:
             return cls(nccl.join(nranks, rank, unique_id.raw))
 
-        def _asked(self, send: _Array, recv: _Array, operator: int, root: int = 0) -> Asked:
+        def _asked(self, send: ndarray, recv: ndarray, operator: int, root: int = 0) -> Asked:
             assert send.dtype == recv.dtype
             return Asked(
                 send.data.ptr, recv.data.ptr, recv.shape[0], numbers[np.dtype(recv.dtype)], operator, root
             )
 
-        def allreduce(self, send: _Array, recv: _Array, op: int, *, stream: int | None = None) -> None:
+        def allreduce(self, send: ndarray, recv: ndarray, op: int, *, stream: int | None = None) -> None:
             self.comm.enqueue(self._asked(send, recv, op), stream or 0)
 
-        def broadcast(self, send: _Array, recv: _Array, root: int, *, stream: int | None = None) -> None:
+        def broadcast(self, send: ndarray, recv: ndarray, root: int, *, stream: int | None = None) -> None:
             self.comm.enqueue(self._asked(send, recv, COPY, root), stream or 0)
 
         def split(self, color: int | None, key: int) -> Any:
@@ -365,7 +357,6 @@ def install(patch: Any, machine: Machine, wrapper: str = "cupy") -> FakeNccl:
     cupy = machine.cupy
     cupy.cuda.nccl = _cupy_nccl(found, signed=wrapper == "cupy13")
     cupy.__version__ = "13.6.0" if wrapper == "cupy13" else "14.2.0"
-    cupy.ndarray = _Array
     core = _core(found) if wrapper == "nccl4py" else None
     modules = {
         "cupy": cupy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from gccomm_nccl.staging import Staging
 __all__ = ["NcclBackend"]
 
 Array = npt.NDArray[Any]
+_KINDS = {"maximum": ("uint32", "max"), "words": ("uint32", "sum")}
 
 
 class NcclBackend:
@@ -78,6 +79,30 @@ class NcclBackend:
         """Return whether `maximum`, `sum_words` and `sum_floats` take `DeviceBuffer` objects of a device."""
         return device == self.device
 
+    def require_whole(self) -> None:
+        """Raise what has broken the communicator, if anything has."""
+        self._channel.require_whole("a call on a device")
+
+    def oversee(self, look: Callable[[], BaseException | None], doom: Callable[[], None]) -> None:
+        """Have the watchdog look for an error that others know of, and call `doom` before it aborts."""
+        self._channel.looks.append(look)
+        self._channel.dooms.append(doom)
+
+    def begin(self, kind: str, send: Any, recv: Any, /) -> tuple[int, Any] | None:
+        """Begin a reduction, "maximum", "words" or a float format; None: of host memory, it is complete."""
+        dtype, operator = _KINDS.get(kind, (kind, "sum"))
+        name = f"{kind} of {recv.size}"
+        if isinstance(recv, np.ndarray) or recv.size == 0:
+            self._reduce(name, send, recv, dtype, operator)
+            return None
+        return self._open(name).launch(
+            name, recv.stream, (send, recv), self._call(send, recv, dtype, operator)
+        )
+
+    def end(self, handle: tuple[int, Any], /) -> None:
+        """Let what follows on the stream come after a reduction that was begun."""
+        self._channel.join(handle)
+
     def maximum(self, words: Words | DeviceBuffer, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""
         self._reduce(f"maximum of {words.size} words", words, words, "uint32", "max")
@@ -132,13 +157,14 @@ class NcclBackend:
         assert not isinstance(send, np.ndarray)
         if recv.size == 0:
             return
+        channel.enqueue(name, recv.stream, (send, recv), self._call(send, recv, dtype, operator))
+
+    def _call(
+        self, send: DeviceBuffer, recv: DeviceBuffer, dtype: str, operator: str
+    ) -> Callable[[int], None]:
+        """Return what reduces on a stream."""
         source, target, count = send.address, recv.address, recv.size
-        channel.enqueue(
-            name,
-            recv.stream,
-            (send, recv),
-            lambda own: self._all_reduce(source, target, count, dtype, operator, own),
-        )
+        return lambda own: self._all_reduce(source, target, count, dtype, operator, own)
 
     def _all_reduce(self, send: int, recv: int, count: int, dtype: str, operator: str, stream: int) -> None:
         assert stream != 0, "NCCL would take the legacy default stream"

@@ -71,6 +71,7 @@ class Channel:
         self.users = 0
         self.shared: dict[str, Any] = {}
         self.broken: str | None = None
+        self.looks: list[Callable[[], BaseException | None]] = []  # for errors that others know of
         self.dooms: list[Callable[[], None]] = []  # called before an abort
         self.captured: list[Any] = []  # what graphs need, which may be launched at any time
         self._error: BaseException | None = None  # until somebody has seen it
@@ -115,16 +116,24 @@ class Channel:
         `keep` stays alive until it is done. Within the capture of a graph it stays alive as long as the
         channel.
         """
+        self.join(self.launch(name, stream, keep, call))
+
+    def join(self, launched: tuple[int, Any]) -> None:
+        """Let what follows on a stream come after what was launched from there."""
+        self.runtime.streamWaitEvent(launched[0], launched[1].ptr)
+
+    def launch(self, name: str, stream: int, keep: Any, call: Callable[[int], None]) -> tuple[int, Any]:
+        """Do that but for the end: return what :meth:`join` takes."""
         with self.calling(name):
             before = self.event(stream)
             self.runtime.streamWaitEvent(self.stream.ptr, before.ptr)
             call(self.stream.ptr)
             after = self.event(self.stream.ptr)
-            self.runtime.streamWaitEvent(stream, after.ptr)
             if self.runtime.streamIsCapturing(stream):
                 self.captured.append(keep)
             else:
                 self.watchdog.watch(Flight(name, before, after, keep))
+        return stream, after
 
     def wait(self, event: Any, name: str) -> None:
         """Let the host wait for an event of the channel's stream.
@@ -184,6 +193,9 @@ class Channel:
             self.comm.abort()
 
     def _failure(self) -> str | None:
+        for look in self.looks:
+            if (found := look()) is not None:
+                raise found
         if self.peers is not None and (lost := self.peers.lost()) is not None:
             return f"rank {self.comm.rank}: {lost}"
         failed = self.comm.failure()

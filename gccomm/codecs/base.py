@@ -81,6 +81,9 @@ class Codec(ABC):
     on_devices : bool
         Reads and writes tensors by the operand's kernels alone; else those of devices are copied to the host
         and results back.
+    device_words : bool
+        Gives words to the operand's functions, or reads and writes them as NumPy's functions do: then they
+        may be in the memory of the operand's device, and every look at them waits for that.
     """
 
     id: ClassVar[str]
@@ -98,11 +101,19 @@ class Codec(ABC):
     reencodes: bool = False
     operation: str | None = None
     on_devices: bool = True
+    device_words: ClassVar[bool] = False
 
     def repeats(self, ctx: Context) -> bool:
         """Return whether its steps on one array follow from operand and context alone: neither state nor
         ``ctx.step`` matters, it begins with an agreement on at most a word a block, or with nothing to agree
         on, and never yields a redo. Calls on small arrays then take less time.
+        """
+        del ctx
+        return False
+
+    def flows(self, ctx: Context) -> bool:
+        """Return whether all that its steps do with words is what the operand's functions do, so that these
+        may stay on a device while the host goes on: nothing hangs on what words say.
         """
         del ctx
         return False

@@ -29,6 +29,7 @@ class TwoWords(Codec):
     """
 
     id: ClassVar[str] = "two-words"
+    device_words: ClassVar[bool] = True
     lossy: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
     rounding: str = "none"
@@ -43,6 +44,11 @@ class TwoWords(Codec):
         return 2 * lengths
 
     def repeats(self, ctx: Context) -> bool:
+        """Return True."""
+        del ctx
+        return True
+
+    def flows(self, ctx: Context) -> bool:
         """Return True."""
         del ctx
         return True
@@ -69,6 +75,7 @@ class Integers(Codec):
     """
 
     id: ClassVar[str] = "integers"
+    device_words: ClassVar[bool] = True
     lossy: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
     rounding: str = "none"

@@ -25,6 +25,7 @@ class _Floats(Codec):
 
     lossy: ClassVar[bool] = False
     rounding: str = "to nearest"
+    device_words: ClassVar[bool] = True
 
     def wire_dtype(self, x: Operand) -> FloatName:
         """Return the float type that ``x`` travels in."""
@@ -35,6 +36,11 @@ class _Floats(Codec):
         return lengths
 
     def repeats(self, ctx: Context) -> bool:
+        """Return True."""
+        del ctx
+        return True
+
+    def flows(self, ctx: Context) -> bool:
         """Return True."""
         del ctx
         return True

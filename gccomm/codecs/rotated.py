@@ -68,6 +68,7 @@ class Rotated(SharedDither):
     """
 
     id: ClassVar[str] = "rotated"
+    device_words: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -112,6 +113,10 @@ class Rotated(SharedDither):
         if ctx.stateful and (self.scales == "predicted" or (self.headroom == "auto" and ctx.size > 3)):
             return False
         return self.headroom in ("auto", "safe")
+
+    def flows(self, ctx: Context) -> bool:
+        """Return whether scales are agreed and lanes cannot overflow."""
+        return self.repeats(ctx)
 
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on the maxima of rotated blocks, then sum lanes."""

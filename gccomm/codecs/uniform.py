@@ -50,6 +50,7 @@ class Uniform(SharedDither):
     """
 
     id: ClassVar[str] = "uniform"
+    device_words: ClassVar[bool] = True
     sums_lanes = True
 
     def __init__(self, wire_bits: int = 8, scales: str = "agreed", widening: bool = False) -> None:
@@ -59,6 +60,10 @@ class Uniform(SharedDither):
     def repeats(self, ctx: Context) -> bool:
         """Return whether scales are agreed."""
         return not (self.scales == "predicted" and ctx.stateful)
+
+    def flows(self, ctx: Context) -> bool:
+        """Return whether scales are agreed."""
+        return self.repeats(ctx)
 
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on block maxima, then sum lanes."""

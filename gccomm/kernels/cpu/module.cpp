@@ -345,7 +345,10 @@ PyTypeObject* array_type() {
 
 Address address(nb::handle array) {
     static PyTypeObject* const type = array_type();
-    if (!PyObject_TypeCheck(array.ptr(), type)) throw nb::type_error("address() takes a NumPy array");
+    if (!PyObject_TypeCheck(array.ptr(), type)) {
+        if (!nb::hasattr(array, "address")) throw nb::type_error("address() takes a NumPy array");
+        return nb::cast<Address>(array.attr("address"));  // of a device
+    }
     return reinterpret_cast<Address>(reinterpret_cast<ArrayHead*>(array.ptr())->data);
 }
 

@@ -50,6 +50,10 @@ class Launcher(ABC):
         """Copy device memory into a host array, which holds it after :meth:`finish`."""
 
     @abstractmethod
+    def clear(self, address: int, nbytes: int) -> None:
+        """Fill device memory with zeros."""
+
+    @abstractmethod
     def launch(self, name: str, blocks: int, args: list[np.generic]) -> None:
         """Start a kernel that has `blocks` blocks of coordinates to do."""
 
@@ -77,7 +81,11 @@ class _Call:
 
     def write(self, address: int, nbytes: int, *, zero: bool = False) -> np.uint64:
         """Return the device's address of an output, or null; of zeros, if asked."""
-        if address == 0 or nbytes == 0 or (self.launcher.owns(address) and not zero):
+        if address == 0 or nbytes == 0:
+            return np.uint64(address)
+        if self.launcher.owns(address):
+            if zero:
+                self.launcher.clear(address, nbytes)
             return np.uint64(address)
         there = self.launcher.take(nbytes, zero=zero)
         self.back.append((host_bytes(address, nbytes), there))
@@ -332,6 +340,18 @@ class DeviceKernels:
         call, base, nbytes = self._floats(table, nseg, lo, hi, wire)
         args = base, np.int32(wire), np.int64(n), np.int32(mean)
         call.run("gccomm_float_decode", lo, hi, call.read(buffer, nbytes), *args)
+
+    def guard(
+        self, got: int, expected: int, count: int, flags: int, bit: int, spoilt: int, halves: int
+    ) -> None:
+        """Compare words on the device; where they differ, or the flags (of the host, at an address that the
+        device can use) say that something is wrong, note it there and write NaNs, in 16-bit halves.
+        """
+        args = (
+            np.uint64(got), np.uint64(expected), np.int32(count), np.uint64(flags), np.uint32(bit),
+            np.uint64(spoilt), np.int64(halves),
+        )  # fmt: skip
+        self.launcher.launch("gccomm_guard", max(1, -(-halves // (2 * BLOCK))), list(args))
 
     def nonfinite(self, table: int, nseg: int, lo: int, hi: int) -> int:
         """Return 1 if any input (plus residual) is inf or NaN, else 0."""

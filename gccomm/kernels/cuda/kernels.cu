@@ -4,6 +4,7 @@
 #include "chunks.cuh"
 #include "decode.cuh"
 #include "encode.cuh"
+#include "guard.cuh"
 #include "integers.cuh"
 #include "plain.cuh"
 
@@ -66,6 +67,12 @@ KERNEL gccomm_int_decode(const Segment* table, i64 segments, i64 lo, i64 hi, u32
                          u32* lost) {
     __shared__ Team team;
     int_decode(team, {table, segments, lo, hi}, {words, base, lost});
+}
+
+KERNEL gccomm_guard(const u32* got, const u32* expected, i32 count, volatile u32* flags, u32 bit, u16* spoilt,
+                    i64 halves) {
+    __shared__ Team team;
+    guard(team, {got, expected, count}, flags, bit, spoilt, halves);
 }
 
 KERNEL gccomm_float_encode(const Segment* table, i64 segments, i64 lo, i64 hi, void* buffer, i64 base,

@@ -80,6 +80,10 @@ class CupyLauncher(Launcher):
         """Copy in the order of the stream."""
         self.queue.download(to, source)
 
+    def clear(self, address: int, nbytes: int) -> None:
+        """Fill with zeros in the order of the stream."""
+        self._runtime.memsetAsync(address, 0, nbytes, self.queue.stream)
+
     def launch(self, name: str, blocks: int, args: list[np.generic]) -> None:
         """Start a kernel; the first one compiles all of them, unless they are on disk."""
         with self.queue.current():

@@ -314,6 +314,17 @@ class Queue:
         self._runtime.memcpyPeerAsync(*places, to.nbytes, self.stream)
         return self.record()
 
+    def move(self, to: int, source: int, nbytes: int) -> None:
+        """Copy bytes within the device."""
+        if nbytes:
+            kind = self._runtime.memcpyDeviceToDevice
+            self._runtime.memcpyAsync(to, source, nbytes, kind, self.stream)
+
+    def pinned(self, nbytes: int) -> Any:
+        """Return memory of the host that the device can use by the same address: an object with ``ptr``."""
+        with self._device:
+            return self._cupy.cuda.alloc_pinned_memory(nbytes)
+
     def clear(self, array: DeviceArray) -> None:
         """Fill with zeros."""
         if array.nbytes:
