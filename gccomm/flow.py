@@ -72,6 +72,10 @@ class Board:
         self._words = host_bytes(self.flags, _BOARD_BYTES).view(np.uint32)
         self._words[:] = 0
         self._doing = ""
+        self._counter = self.queue.empty(1, np.uint32)  # of the launches of graphs
+        self._counter[...] = 0
+        self.counter = self._counter.address
+        self.kept: list[Any] = []  # what graphs need
 
     def doom(self) -> None:
         """Let all that the device has still to check be wrong: the back end is about to abort."""
@@ -134,6 +138,7 @@ class Flow:
     def __init__(self, board: Board, layout: object, able: bool) -> None:
         self.board, self.layout, self.able = board, layout, able
         self.flowing = able and layout in board.known
+        self.counted = False  # the call is captured in a graph: each launch has noise of its own
 
     def scratch(self, count: int) -> Any:
         """Return memory for so many words."""
@@ -172,6 +177,8 @@ class FlowWire(Wire):
         """Write the header, and keep a copy on the device."""
         self._board.check()
         self._board.begin(call)
+        if self._flow.counted:
+            self._board.kernels.renew(0, 0, self._board.counter, 1)
         header = np.zeros(HEADER_WORDS, np.uint32)
         write_header(call, self.rank, header)
         header[FLOWING_WORD] = self._flow.flowing

@@ -81,11 +81,23 @@ class DeviceCall:
                 arrays.append((of, array))
         return order.Handover(arrays, self._queues, (self._views, self._outs))
 
+    @property
+    def captured(self) -> bool:
+        """Whether the call goes into a graph, and is not done now."""
+        return any(queue.capturing() for queue in self._queues)
+
+    @staticmethod
+    def carry(old: Any, new: Any) -> None:
+        """Write a residual to where a graph reads it, for its next launch."""
+        old[...] = new
+
     def end(self) -> None:
         """End the call; where nothing was handed over, wait until the caller's arrays are no longer used."""
         for queue in self._queues:
             queue.meanwhile(None)
-            if not self._over:
+            if not self._over and queue.capturing():
+                order.rejoin(queue, self._views)
+            elif not self._over:
                 queue.wait()
 
 

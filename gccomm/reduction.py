@@ -34,7 +34,7 @@ from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
 
 if TYPE_CHECKING:
-    from gccomm.flow import Flow
+    from gccomm.flow import Board, Flow
 
 __all__ = [
     "Attempt",
@@ -49,6 +49,13 @@ PLAN_CACHE = 32  # two a layout: steps that are measured have smaller pieces
 DEVICE_PIECE_COORDINATES = 1 << 23  # of a piece that a device works on: kernels that are worth their start
 FIRST_MEASURED = 3  # steps in which errors are measured, before every few
 FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+_UNCAPTURED = (
+    "this call cannot be captured in a graph, as the host has to look at words on the way. A call can be "
+    "that is made over NCCL, on float arrays of one device that no rank has None for, with a codec of agreed "
+    'scales that cannot overflow (uniform, rotated with headroom="safe", raw, bf16, fp16), without '
+    'nonfinite="raise", in a step of a Reducer that does not measure its error, after such calls outside of '
+    "the graph (warm-up)"
+)
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
 
 
@@ -218,6 +225,7 @@ class Attempt:
         self.measures = self._lane_sums = False
         self._absent: set[int] = set()  # leaves that no rank has a value for
         self._devices: DeviceCall | None = None
+        self._graph: Board | None = None  # of the device, where the call is captured in a graph
         self.handover: Callable[[], None] | None = None  # what the thread of the caller is to do
 
     def prepare(self, tree: Any, out: Any, when: order.Moment | None = None) -> None:
@@ -238,6 +246,8 @@ class Attempt:
         self._outs = self._look_at_out(out, keys)
         if plan.devices:
             self._devices = DeviceCall(plan, self._views, self._outs, when, self.place.go_on)
+            if self._devices.captured:
+                self._hold(plan)
         self._bind(plan)
         self._check_finite(plan)
         if self.spans is not None:
@@ -248,6 +258,13 @@ class Attempt:
         if self.place.board is None or any(leaf.device == "cpu" for leaf in self._leaves):
             return 0
         return DEVICE_PIECE_COORDINATES
+
+    def _hold(self, plan: Plan) -> None:
+        """Keep all that the call uses, which is captured in a graph."""
+        if self.place.board is None or len(plan.devices) != 1:
+            raise NegotiationError(_UNCAPTURED)
+        self._graph = self.place.board(plan.devices[0])
+        self._graph.queue.hold(self._graph.counter)
 
     def _check_operations(self, plan: Plan) -> None:
         for codec in {spec.route for spec in plan.specs}:
@@ -350,15 +367,21 @@ class Attempt:
     def _flow(self, plan: Plan, context: Context) -> Flow | None:
         """Return the flow of a call whose words stay on the device."""
         device = plan.devices[0]
-        if self.place.board is None or any(spec.worked_on != device for spec in plan.specs):
+        there = self.place.board is not None and all(spec.worked_on == device for spec in plan.specs)
+        if not there or not all(spec.route.device_words for spec in plan.specs):
+            if self._graph is not None:
+                raise NegotiationError(_UNCAPTURED)
             return None
-        if not all(spec.route.device_words for spec in plan.specs):
-            return None
+        assert self.place.board is not None
         from gccomm.flow import Flow
 
         able = not (self.measures or self.call.missing)
         able = able and all(spec.route.flows(context) for spec in plan.specs)
-        return Flow(self.place.board(device), (self.reduction.reducer, plan.layout), able)
+        flow = Flow(self.place.board(device), (self.reduction.reducer, plan.layout), able)
+        flow.counted = self._graph is not None
+        if flow.counted and not (flow.flowing and self.reduction.options.nonfinite != "raise"):
+            raise NegotiationError(_UNCAPTURED)
+        return flow
 
     def _result(self, i: int, leaf: Leaf, spec: LeafSpec, integers: bool) -> Buffer:
         """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""
@@ -393,6 +416,8 @@ class Attempt:
         if old is not None and not (same and old.size == size and old.dtype == dtype):
             self._changed.append(f"{leaf.key!r} changed to {leaf.dtype}{list(leaf.shape)}")
             old = None
+        if old is None and self._graph is not None:
+            raise NegotiationError(f"{leaf.key!r} has no residual yet: {_UNCAPTURED}")
         if old is not None:
             old = memory.moved(old, device)
             self._old_residuals.append(old)
@@ -428,6 +453,9 @@ class Attempt:
     def release(self) -> None:
         """Let go of the arrays that the cached plan refers to; the call is over."""
         self._let_go()
+        if self._graph is not None:
+            self._graph.kept.append((self._graph.queue.release(), self._views, self._outs))
+            self._graph = None
         if self._devices is not None:
             self._devices.end()
         if self.spans is not None:
@@ -462,8 +490,17 @@ class Attempt:
     def take_over(self) -> None:
         """Hand residuals and states of a settled call to the reduction."""
         lost = {self._leaves[i].key for i in self._absent}
+        if self._graph is not None:
+            self._carry()
         self.reduction.residuals.update((k, v) for k, v in self._residuals.items() if k not in lost)
         self.reduction.set_states({k: v for k, v in self._found.items() if k not in lost})
+
+    def _carry(self) -> None:
+        """Let each launch of a graph begin with the residuals that the one before has left."""
+        for key, new in self._residuals.items():
+            old = self.reduction.residuals[key]
+            DeviceCall.carry(old, new)
+            self._residuals[key] = old
 
     @property
     def notes(self) -> list[str]:

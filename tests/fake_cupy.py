@@ -288,6 +288,7 @@ class FakeCupy:
             memsetAsync=self._set,
             eventRecord=self._record,
             streamWaitEvent=self._wait_event,
+            streamIsCapturing=lambda _stream: False,
             streamSynchronize=lambda ptr: self._stream_at(ptr).synchronize(),
         )
 

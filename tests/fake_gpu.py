@@ -340,10 +340,8 @@ class Machine:
             if mark.capture is not None:
                 assert found.capture in (None, mark.capture)
                 found.capture = mark.capture
-                if found is mark.capture.origin:
+                if mark.stream is not found:
                     mark.capture.ahead.discard(mark.stream)
-                elif mark.stream is not found:
-                    mark.capture.ahead.add(found)
             elif found.capture is not None:
                 raise RuntimeFailure("cudaErrorStreamCaptureIsolation")
             found.put(Waiting(mark))

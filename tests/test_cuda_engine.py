@@ -167,5 +167,5 @@ def test_devices_without_kernels_are_named() -> None:
 
 def test_the_device_has_every_function_on_blocks() -> None:
     names = {name for name in dir(device_module.DeviceKernels) if not name.startswith("_")}
-    # On the CPU chunks are NumPy's, and nothing guards.
-    assert names - set(kernels.__all__) == {"chunk_take", "chunk_put", "guard"}
+    # On the CPU chunks are NumPy's; headers are guarded and noise renewed on devices alone.
+    assert names - set(kernels.__all__) == {"chunk_take", "chunk_put", "guard", "renew"}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gccomm.interop.base import View
     from gccomm.kernels.cuda.queue import DeviceArray, Queue
 
-__all__ = ["Handover", "Handovers", "Moment", "begin", "moment"]
+__all__ = ["Handover", "Handovers", "Moment", "begin", "moment", "rejoin"]
 
 
 class Moment:
@@ -118,6 +118,13 @@ def _follow(queue: Queue, library: str, stream: int | None, when: Moment | None)
             queue.after(event)
         if not events:
             queue.follow(_current(library, queue.number))
+
+
+def rejoin(queue: Queue, views: Iterable[View | None]) -> None:
+    """Let the streams of arrays come after the queue, which a call that has failed in a graph has begun."""
+    libraries = {view._source.library for view in views if view is not None and view._source is not None}
+    for library in libraries - {""}:
+        queue.lead(_current(library, queue.number))
 
 
 class Handover:

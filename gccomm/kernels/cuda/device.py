@@ -31,7 +31,15 @@ WordCount = Callable[[Table, Any], Any]
 
 
 class Launcher(ABC):
-    """What a device does for :class:`DeviceKernels`, in the order of the calls."""
+    """What a device does for :class:`DeviceKernels`, in the order of the calls.
+
+    Attributes
+    ----------
+    counter : int
+        Address of what counts the launches of the graph that is captured; 0: none is.
+    """
+
+    counter: int = 0
 
     @abstractmethod
     def owns(self, address: int) -> bool:
@@ -60,6 +68,12 @@ class Launcher(ABC):
     @abstractmethod
     def finish(self, *, wait: bool) -> None:
         """End a call: give memory back; with `wait`, when all of it is done."""
+
+
+def renew(launcher: Launcher, table: int, count: int, counter: int, tick: int) -> None:
+    """Have the device count on by `tick`, or make a table's keys those of the launch that it has counted."""
+    args = np.uint64(table), np.int64(count), np.uint64(counter), np.uint32(tick)
+    launcher.launch("gccomm_renew", 1, list(args))
 
 
 class _Call:
@@ -98,6 +112,8 @@ class _Call:
             if hi > lo and self.count:
                 table = self.launcher.take(self.table.nbytes)
                 self.launcher.upload(table, self.table.view(np.uint8))
+                if self.launcher.counter:
+                    renew(self.launcher, table, self.count, self.launcher.counter, 0)
                 head = np.uint64(table), np.int64(self.count), np.int64(lo), np.int64(hi)
                 self.launcher.launch(name, hi - lo, [*head, *args])
             for to, source in self.back:
@@ -340,6 +356,12 @@ class DeviceKernels:
         call, base, nbytes = self._floats(table, nseg, lo, hi, wire)
         args = base, np.int32(wire), np.int64(n), np.int32(mean)
         call.run("gccomm_float_decode", lo, hi, call.read(buffer, nbytes), *args)
+
+    def renew(self, table: int, nseg: int, counter: int, tick: int) -> None:
+        """Count a launch of a graph (`tick` = 1), or change the keys of a table, on the device, by the count:
+        so that launches differ in their noise, and ranks do not.
+        """
+        renew(self.launcher, table, nseg, counter, tick)
 
     def guard(
         self, got: int, expected: int, count: int, flags: int, bit: int, spoilt: int, halves: int

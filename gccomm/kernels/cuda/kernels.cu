@@ -7,6 +7,7 @@
 #include "guard.cuh"
 #include "integers.cuh"
 #include "plain.cuh"
+#include "renew.cuh"
 
 using namespace gccomm::GCCOMM_LEVEL;
 
@@ -73,6 +74,10 @@ KERNEL gccomm_guard(const u32* got, const u32* expected, i32 count, volatile u32
                     i64 halves) {
     __shared__ Team team;
     guard(team, {got, expected, count}, flags, bit, spoilt, halves);
+}
+
+KERNEL gccomm_renew(Segment* table, i64 segments, u32* counter, u32 tick) {
+    renew(table, segments, counter, tick);
 }
 
 KERNEL gccomm_float_encode(const Segment* table, i64 segments, i64 lo, i64 hi, void* buffer, i64 base,

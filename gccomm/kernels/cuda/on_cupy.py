@@ -80,6 +80,11 @@ class CupyLauncher(Launcher):
         """Copy in the order of the stream."""
         self.queue.download(to, source)
 
+    @property
+    def counter(self) -> int:  # type: ignore[override]
+        """Address of what counts the launches of the graph that this thread captures; 0: none."""
+        return self.queue.counter
+
     def clear(self, address: int, nbytes: int) -> None:
         """Fill with zeros in the order of the stream."""
         self._runtime.memsetAsync(address, 0, nbytes, self.queue.stream)

@@ -145,6 +145,8 @@ class _Local(threading.local):
         self.taken: list[Any] = []
         self.pinned: list[Any] = []
         self.go_on: Callable[[], bool] | None = None
+        self.held: list[Any] | None = None  # what a graph needs
+        self.counter = 0
 
 
 class Queue:
@@ -242,6 +244,8 @@ class Queue:
         """Return an array of no known content."""
         of = np.dtype(dtype)
         memory = self.allocate(size * of.itemsize)
+        if self._local.held is not None:
+            self._local.held.append(memory)
         return DeviceArray(int(memory.ptr), size, of, self, Loan(self, memory))
 
     def take(self, nbytes: int, *, zero: bool = False) -> int:
@@ -252,9 +256,32 @@ class Queue:
         self._local.taken.append(memory)
         return int(memory.ptr)
 
+    # Graphs
+
+    def capturing(self) -> bool:
+        """Return whether what is asked for now goes into a graph, and is not done."""
+        return bool(self._runtime.streamIsCapturing(self.stream))
+
+    @property
+    def counter(self) -> int:
+        """Address of what counts the launches of the graph that this thread captures; 0: it does not."""
+        return self._local.counter
+
+    def hold(self, counter: int) -> None:
+        """Keep all that this thread takes from here on, for the launches of a graph."""
+        self._local.held, self._local.counter = [], counter
+
+    def release(self) -> list[Any]:
+        """End that; return what must be kept as long as the graph."""
+        held, self._local.held, self._local.counter = self._local.held, None, 0
+        return held or []
+
     def finish(self, *, wait: bool) -> None:
         """Give back what this thread has taken; with ``wait``, when all is done."""
         local = self._local
+        if local.held is not None:
+            local.held += local.pinned + local.taken
+            local.pinned = []
         if local.pinned:
             self._flying.append((self.record(), local.pinned))
             local.pinned = []
