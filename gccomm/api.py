@@ -40,7 +40,8 @@ def init(backend: str = "auto", *, comm: Any = None, hierarchical: bool | None =
     backend : str
         "mpi" (mpi4py), "nccl" (a CUDA device for each rank), "local" (this process alone), or "auto": "mpi"
         where an MPI launcher started the process or ``comm`` is given, "nccl" where torchrun's or JAX's
-        variables name several processes, else "local". More by entry point ("gccomm.backends").
+        variables name several processes, else "local". More by entry point ("gccomm.backends"). With "auto"
+        over MPI, NCCL joins after the first call on arrays of a CUDA device.
     comm : mpi4py.MPI.Intracomm, optional
         The ranks, instead of all. gccomm works on a duplicate of its own. With "nccl" also a communicator of
         nccl4py or CuPy.
@@ -80,9 +81,9 @@ def init(backend: str = "auto", *, comm: Any = None, hierarchical: bool | None =
         name = "mpi" if comm is not None else backends.detect()
     with _lock:
         if comm is not None:
-            return Communicator(backends.load(name)(comm, **how))
-        if _default is None or (backend != "auto" and _default.backend != name):
-            made = Communicator(backends.load(name)(**how))
+            return Communicator(backends.load(name)(comm, **how), joins=backend == "auto")
+        if _default is None or (backend != "auto" and _default.backend.partition("+")[0] != name):
+            made = Communicator(backends.load(name)(**how), joins=backend == "auto" and name == "mpi")
             _default_how = hierarchical
             made._on_close = lambda: _forget(made)
             _default = made

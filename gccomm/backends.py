@@ -197,7 +197,11 @@ class Backend(Protocol):
 
 
 class Connect(Protocol):
-    """What an entry point of the group ``gccomm.backends`` names."""
+    """What an entry point of the group ``gccomm.backends`` names.
+
+    Where it has ``beside(backend, device)``, that makes one of another back end's ranks which also reduces in
+    the memory of devices, with the same errors on all of them: so NCCL joins ranks of MPI.
+    """
 
     def __call__(self, comm: object = None) -> Backend:
         """Make a back end on `comm`, or on all processes of the job; collective."""

@@ -7,16 +7,18 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import is_
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gccomm import arrays, kernels, on_device, trees
+from gccomm import arrays, on_device, trees
 from gccomm.agreement import Call, digest
 from gccomm.backends import Backend, room_of
+from gccomm.boards import Boards
 from gccomm.checks import check_options, integer
 from gccomm.codecs import Codec, get_codec
 from gccomm.engine import Outcome, rendezvous
@@ -31,9 +33,6 @@ from gccomm.thread import Worker
 from gccomm.transfers import Broadcast, Transfer, execute
 from gccomm.turns import Exclusive, Turn
 from gccomm.work import Done, Task, Work, snapshot
-
-if TYPE_CHECKING:
-    from gccomm.flow import Board
 
 __all__ = ["Communicator"]
 
@@ -54,8 +53,9 @@ class Communicator:
     the order in which they were asked for; a blocking call comes after all asynchronous ones before it.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, *, joins: bool = False) -> None:
         self._backend = backend
+        self._boards = Boards(backend, joins)
         self._shared = backend.shared
         self.lock: threading.RLock = self._shared.setdefault("lock", threading.RLock())
         self._number: int = self._shared.get("communicators", 0)
@@ -67,8 +67,7 @@ class Communicator:
         hosts: Hosts | None = getattr(backend, "hosts", None)
         where = backend.rank, backend.size, backend.one_host
         first, go_on = getattr(backend, "first_words", 0), getattr(backend, "go_on", None)
-        self._boards: dict[str, Board] = {}  # by device, where words stay there
-        board = self._board if hasattr(backend, "takes_device") else None
+        board = self._boards.of if self._boards.able else None
         self._place = Place(*where, operations, room_of(backend), lanes, hosts, first, go_on, board)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
@@ -97,7 +96,7 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """Name of the back end: "mpi" or "local"."""
+        """Name of the back end: "mpi", "nccl" or "local"; "mpi+nccl" once NCCL has joined."""
         return self._backend.name
 
     def __repr__(self) -> str:
@@ -167,9 +166,9 @@ class Communicator:
             keys, values, treedef = trees.flatten(x)
             views = [None if v is None else arrays.view(v) for v in values]
             order.begin(views)
-            lines = [_line(k, v) for k, v in zip(keys, views, strict=True)]
+            lines = [on_device.line(k, v) for k, v in zip(keys, views, strict=True)]
             call.layout, call.leaves = digest("\n".join(lines)), lambda: lines
-            buffers = [None if v is None else _copy(v) for v in views]
+            buffers = [None if v is None else on_device.host_copy(v) for v in views]
         except Exception as error:
             call.error = error
         self._plain(call, self._broadcast(call, [b for b in buffers if b is not None], root))
@@ -224,30 +223,13 @@ class Communicator:
             if self._on_close is not None:
                 self._on_close()
 
-    def _board(self, device: str) -> Board:
-        """Return what host and device tell each other; ValueError where the back end works elsewhere."""
-        backend: Any = self._backend
-        if not backend.takes_device(device):
-            msg = (
-                f"arrays lie on {device}, but rank {self.rank} of this communicator works on {backend.device}"
-            )
-            raise ValueError(msg)
-        if device not in self._boards:
-            from gccomm.flow import Board
-
-            found = Board(kernels.of_device(device), self.rank, backend.require_whole)
-            backend.oversee(found.look, found.doom)
-            self._boards[device] = found
-        return self._boards[device]
-
     def synchronize(self) -> None:
         """Wait until the work of calls on devices is done, and raise what went wrong there; not collective.
 
         Only calls whose words stay on a device return before that: see docs/gpu.md.
         """
         with self._exclusive:
-            for board in self._boards.values():
-                self._drive(Call("barrier"), _waiting(board), lambda _: None)
+            self._drive(Call("barrier"), self._boards.wait(), lambda _: None)
 
     def next_reducer(self) -> int:
         """Return the number of a new reducer: its place in the order of construction, equal on all ranks."""
@@ -318,7 +300,10 @@ class Communicator:
         self.stats = done.stats
         if done.handover is not None:
             done.handover()
-        for note in done.notes:
+        notes = done.notes
+        if self._boards.note is not None:
+            notes, self._boards.note = [*notes, self._boards.note], None
+        for note in notes:
             warnings.warn(note, stacklevel=4)
         return done.result
 
@@ -344,9 +329,21 @@ class Communicator:
             attempt.call.error = error or attempt.call.error
             try:
                 result: T = self._drive(attempt.call, attempt.transfers(), lambda o: finish(attempt, o))
-                return result
             finally:
                 attempt.release()
+            if self._boards.joins and attempt.plan is not None and len(attempt.plan.devices) == 1:
+                self._join(attempt.plan.devices[0])
+            return result
+
+    def _join(self, device: str) -> None:
+        """Let NCCL join, now that all ranks have made a call on arrays of their devices."""
+        try:
+            self._backend = self._boards.join(device)
+        except BaseException as error:
+            self._broken = f"broken: {type(error).__name__}: {error}"
+            raise
+        if self._boards.able:
+            self._place = replace(self._place, board=self._boards.of, first_words=0)
 
     def submit(self, run: Callable[[], Any], text: str) -> Task:
         """Queue a call, in its :meth:`turn`; the first one starts the communication thread.
@@ -477,7 +474,7 @@ class Communicator:
         self._backend.set_activity(call.describe)
         with HoldInterrupts(self._backend):
             try:
-                for board in self._boards.values():
+                for board in self._boards.found.values():
                     board.check()
                 outcome = self._run(transfers)
             except CollectiveTimeout:
@@ -498,20 +495,3 @@ class Communicator:
                 outcome: Outcome = stop.value
                 return outcome
             handle = execute(transfer, self._backend)
-
-
-def _waiting(board: Board) -> Generator[Transfer, None, Outcome]:
-    """Return a call without transfers that waits for a device."""
-    board.wait()
-    yield from ()
-    return Outcome()
-
-
-def _line(key: str, view: arrays.View | None) -> str:
-    return f"{key!r}: None" if view is None else f"{key!r}: {view.user_dtype}{list(view.shape)}"
-
-
-def _copy(view: arrays.View) -> Any:
-    buffer = kernels.pool_empty(view.data.nbytes).view(view.data.dtype)
-    buffer[...] = view.data
-    return buffer

@@ -133,12 +133,18 @@ class Flow:
         Names the layout.
     able : bool
         Nothing in the call but the header has to be looked at by the host.
+    counted : bool
+        The call goes into a graph: each launch has noise of its own.
+
+    Attributes
+    ----------
+    flowing : bool
+        The host does not look at the header either.
     """
 
-    def __init__(self, board: Board, layout: object, able: bool) -> None:
-        self.board, self.layout, self.able = board, layout, able
+    def __init__(self, board: Board, layout: object, able: bool, *, counted: bool = False) -> None:
+        self.board, self.layout, self.counted = board, layout, counted
         self.flowing = able and layout in board.known
-        self.counted = False  # the call is captured in a graph: each launch has noise of its own
 
     def scratch(self, count: int) -> Any:
         """Return memory for so many words."""

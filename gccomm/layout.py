@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK",
+    "FLOATS",
     "ITEM_BYTES",
     "MIN_PART",
     "PIECE_COORDINATES",
@@ -35,6 +36,7 @@ MIN_PART = 64  # smallest part of a block that is rotated by itself
 MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
 PIECE_COORDINATES = 1 << 20
 
+FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 ITEM_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4}
 ITEM_BYTES |= {"float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1}
 

@@ -14,7 +14,7 @@ from gccomm.plan import Plan
 from gccomm.remembered import STORAGE
 from gccomm.steps import Buffer
 
-__all__ = ["DeviceCall", "broadcast_results"]
+__all__ = ["DeviceCall", "broadcast_results", "host_copy", "line"]
 
 
 class DeviceCall:
@@ -86,11 +86,6 @@ class DeviceCall:
         """Whether the call goes into a graph, and is not done now."""
         return any(queue.capturing() for queue in self._queues)
 
-    @staticmethod
-    def carry(old: Any, new: Any) -> None:
-        """Write a residual to where a graph reads it, for its next launch."""
-        old[...] = new
-
     def end(self) -> None:
         """End the call; where nothing was handed over, wait until the caller's arrays are no longer used."""
         for queue in self._queues:
@@ -113,3 +108,15 @@ def broadcast_results(treedef: Any, views: Sequence[View | None], buffers: Seque
         queues = {a.queue.number: a.queue for _, a in there}
         order.Handover(there, list(queues.values()), views)()
     return trees.unflatten(treedef, values)
+
+
+def line(key: str, view: View | None) -> str:
+    """Return a text that is equal on all ranks, for a leaf of a broadcast."""
+    return f"{key!r}: None" if view is None else f"{key!r}: {view.user_dtype}{list(view.shape)}"
+
+
+def host_copy(view: View) -> Any:
+    """Return a copy of a leaf's data on the host."""
+    buffer = kernels.pool_empty(view.data.nbytes).view(view.data.dtype)
+    buffer[...] = view.data
+    return buffer

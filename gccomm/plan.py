@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm.agreement import digest
-from gccomm.layout import PIECE_COORDINATES, Geometry, LeafSpec, Range, cut
+from gccomm.errors import NegotiationError
+from gccomm.layout import FLOATS, PIECE_COORDINATES, Geometry, LeafSpec, Range, cut
 from gccomm.noise import private_keys, step_key, tensor_key
 from gccomm.operand import Operand, segment_table
 
@@ -105,6 +106,25 @@ class Plan:
         return [spec.text(places.get(spec.device, 0)) for spec in self.specs] + [
             f"{key!r}: None" for key in self.nones
         ]
+
+    def require_operations(self, operations: frozenset[str]) -> None:
+        """Raise NegotiationError where a codec reduces by an operation that the back end lacks."""
+        for codec in {spec.route for spec in self.specs}:
+            if codec.operation is not None and codec.operation not in operations:
+                have = ", ".join(sorted(operations)) or "none"
+                msg = (
+                    f"{codec!r} reduces by the operation {codec.operation!r}, which this back end lacks "
+                    f"(it has {have}); use a codec that sums, or the back end mpi"
+                )
+                raise NegotiationError(msg)
+
+    def nonfinite(self) -> set[str]:
+        """Return the keys of which this rank holds inf or NaN."""
+        bad: set[str] = set()
+        for x in self.operands:
+            if self.specs[x.segments[0].leaf].dtype in FLOATS:
+                bad.update(self.specs[leaf].key for leaf in x.nonfinite())
+        return bad
 
     def _operands(self, pieces: list[list[list[Range]]]) -> list[list[Operand]]:
         made, position = [], 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,11 @@ from gccomm.agreement import Call, digest
 from gccomm.codecs.base import state_digest
 from gccomm.codecs.exact import Integers, TwoWords
 from gccomm.engine import Job, Outcome, reduce
-from gccomm.errors import NegotiationError, NonFiniteError
+from gccomm.errors import NonFiniteError
+from gccomm.flowing import Flowing, least_piece
 from gccomm.interop import order
 from gccomm.lanes import rank_shift
-from gccomm.layout import LeafSpec
+from gccomm.layout import FLOATS, LeafSpec
 from gccomm.on_device import DeviceCall
 from gccomm.options import Options, Place
 from gccomm.plan import Plan
@@ -32,9 +33,6 @@ from gccomm.repeats import Repeats
 from gccomm.stats import Measured, Stats
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
-
-if TYPE_CHECKING:
-    from gccomm.flow import Board, Flow
 
 __all__ = [
     "Attempt",
@@ -46,16 +44,7 @@ __all__ = [
 
 STREAM_BYTES = 8 << 20  # results larger than this are written past the caches
 PLAN_CACHE = 32  # two a layout: steps that are measured have smaller pieces
-DEVICE_PIECE_COORDINATES = 1 << 23  # of a piece that a device works on: kernels that are worth their start
 FIRST_MEASURED = 3  # steps in which errors are measured, before every few
-FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
-_UNCAPTURED = (
-    "this call cannot be captured in a graph, as the host has to look at words on the way. A call can be "
-    "that is made over NCCL, on float arrays of one device that no rank has None for, with a codec of agreed "
-    'scales that cannot overflow (uniform, rotated with headroom="safe", raw, bf16, fp16), without '
-    'nonfinite="raise", in a step of a Reducer that does not measure its error, after such calls outside of '
-    "the graph (warm-up)"
-)
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
 
 
@@ -225,7 +214,7 @@ class Attempt:
         self.measures = self._lane_sums = False
         self._absent: set[int] = set()  # leaves that no rank has a value for
         self._devices: DeviceCall | None = None
-        self._graph: Board | None = None  # of the device, where the call is captured in a graph
+        self._flowing: Flowing | None = None  # where there are devices
         self.handover: Callable[[], None] | None = None  # what the thread of the caller is to do
 
     def prepare(self, tree: Any, out: Any, when: order.Moment | None = None) -> None:
@@ -236,45 +225,23 @@ class Attempt:
         self.measures = self.reduction.measures()
         self._lane_sums = self.place.sums_lanes and not self.measures
         hosts = self.place.hosts.number if self.place.hosts is not None else 0
-        size, least = self.place.size, self._piece_coordinates()
+        size, least = self.place.size, least_piece(self.place, self._leaves)
         plan = self.plan = self.reduction.plan(
             self._leaves, nones, size, hosts, self._lane_sums, piece_coordinates=least
         )
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
-        self._check_operations(plan)
+        plan.require_operations(self.place.operations)
         self._outs = self._look_at_out(out, keys)
         if plan.devices:
             self._devices = DeviceCall(plan, self._views, self._outs, when, self.place.go_on)
-            if self._devices.captured:
-                self._hold(plan)
+            self._flowing = Flowing(self.place, plan, self._devices)
         self._bind(plan)
-        self._check_finite(plan)
+        bad = plan.nonfinite() if self.reduction.options.nonfinite == "raise" else None
+        if bad:
+            raise NonFiniteError(f"input holds inf or NaN in {_names(bad)}. Nothing was changed")
         if self.spans is not None:
             self.spans.phase("prepare")
-
-    def _piece_coordinates(self) -> int:
-        """Return how many coordinates a piece has at least: many, where words stay on a device."""
-        if self.place.board is None or any(leaf.device == "cpu" for leaf in self._leaves):
-            return 0
-        return DEVICE_PIECE_COORDINATES
-
-    def _hold(self, plan: Plan) -> None:
-        """Keep all that the call uses, which is captured in a graph."""
-        if self.place.board is None or len(plan.devices) != 1:
-            raise NegotiationError(_UNCAPTURED)
-        self._graph = self.place.board(plan.devices[0])
-        self._graph.queue.hold(self._graph.counter)
-
-    def _check_operations(self, plan: Plan) -> None:
-        for codec in {spec.route for spec in plan.specs}:
-            if codec.operation is not None and codec.operation not in self.place.operations:
-                have = ", ".join(sorted(self.place.operations)) or "none"
-                msg = (
-                    f"{codec!r} reduces by the operation {codec.operation!r}, which this back end lacks "
-                    f"(it has {have}); use a codec that sums, or the back end mpi"
-                )
-                raise NegotiationError(msg)
 
     def transfers(self) -> Generator[Transfer, None, Outcome]:
         """Return the engine's generator for this call."""
@@ -350,6 +317,8 @@ class Attempt:
         states = states_of(plan.specs, self.reduction.states)
         whole, measure = not self.place.one_host, self.measures
         room, spans = self.place.room, self.spans
+        looked_at, flowing = self.measures or self.call.missing, self._flowing
+        flow = flowing.flow(self.reduction, context, looked_at=looked_at) if flowing is not None else None
         self.job = Job(
             plan,
             context,
@@ -361,27 +330,8 @@ class Attempt:
             spans=spans,
             hosts=hosts,
             first_words=self.place.first_words,
-            flow=self._flow(plan, context) if self._devices is not None else None,
+            flow=flow,
         )
-
-    def _flow(self, plan: Plan, context: Context) -> Flow | None:
-        """Return the flow of a call whose words stay on the device."""
-        device = plan.devices[0]
-        there = self.place.board is not None and all(spec.worked_on == device for spec in plan.specs)
-        if not there or not all(spec.route.device_words for spec in plan.specs):
-            if self._graph is not None:
-                raise NegotiationError(_UNCAPTURED)
-            return None
-        assert self.place.board is not None
-        from gccomm.flow import Flow
-
-        able = not (self.measures or self.call.missing)
-        able = able and all(spec.route.flows(context) for spec in plan.specs)
-        flow = Flow(self.place.board(device), (self.reduction.reducer, plan.layout), able)
-        flow.counted = self._graph is not None
-        if flow.counted and not (flow.flowing and self.reduction.options.nonfinite != "raise"):
-            raise NegotiationError(_UNCAPTURED)
-        return flow
 
     def _result(self, i: int, leaf: Leaf, spec: LeafSpec, integers: bool) -> Buffer:
         """Return where a leaf's result goes: into ``out`` unless it could be needed untouched later."""
@@ -416,8 +366,8 @@ class Attempt:
         if old is not None and not (same and old.size == size and old.dtype == dtype):
             self._changed.append(f"{leaf.key!r} changed to {leaf.dtype}{list(leaf.shape)}")
             old = None
-        if old is None and self._graph is not None:
-            raise NegotiationError(f"{leaf.key!r} has no residual yet: {_UNCAPTURED}")
+        if self._flowing is not None:
+            self._flowing.require_residual(leaf.key, old)
         if old is not None:
             old = memory.moved(old, device)
             self._old_residuals.append(old)
@@ -440,22 +390,11 @@ class Attempt:
                 hi = plan.geometries[segment.leaf].offset(segment.start + segment.blocks)
                 x.direct = spec.dtype, view.data[lo:hi], self._results[segment.leaf][lo:hi]
 
-    def _check_finite(self, plan: Plan) -> None:
-        if self.reduction.options.nonfinite != "raise":
-            return
-        bad: set[str] = set()
-        for x in plan.operands:
-            if plan.specs[x.segments[0].leaf].dtype in FLOATS:
-                bad.update(plan.specs[leaf].key for leaf in x.nonfinite())
-        if bad:
-            raise NonFiniteError(f"input holds inf or NaN in {_names(bad)}. Nothing was changed")
-
     def release(self) -> None:
         """Let go of the arrays that the cached plan refers to; the call is over."""
         self._let_go()
-        if self._graph is not None:
-            self._graph.kept.append((self._graph.queue.release(), self._views, self._outs))
-            self._graph = None
+        if self._flowing is not None:
+            self._flowing.release((self._views, self._outs))
         if self._devices is not None:
             self._devices.end()
         if self.spans is not None:
@@ -490,17 +429,10 @@ class Attempt:
     def take_over(self) -> None:
         """Hand residuals and states of a settled call to the reduction."""
         lost = {self._leaves[i].key for i in self._absent}
-        if self._graph is not None:
-            self._carry()
+        if self._flowing is not None and self._flowing.captured:
+            self._flowing.carry(self.reduction.residuals, self._residuals)
         self.reduction.residuals.update((k, v) for k, v in self._residuals.items() if k not in lost)
         self.reduction.set_states({k: v for k, v in self._found.items() if k not in lost})
-
-    def _carry(self) -> None:
-        """Let each launch of a graph begin with the residuals that the one before has left."""
-        for key, new in self._residuals.items():
-            old = self.reduction.residuals[key]
-            DeviceCall.carry(old, new)
-            self._residuals[key] = old
 
     @property
     def notes(self) -> list[str]:

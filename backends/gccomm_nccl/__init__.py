@@ -10,8 +10,9 @@ from gccomm.errors import BackendError
 if TYPE_CHECKING:
     from gccomm_nccl.backend import NcclBackend
     from gccomm_nccl.channel import Channel
+    from gccomm_nccl.pair import PairBackend
 
-__all__ = ["connect", "over"]
+__all__ = ["beside", "connect", "over"]
 
 _world: Channel | None = None  # of launchers' variables, as long as a handle on it is open
 
@@ -67,21 +68,47 @@ def over(backend: backends.Backend, *, device: int | None = None) -> NcclBackend
         As of :func:`connect`.
     """
     from gccomm_nccl.backend import NcclBackend
-    from gccomm_nccl.channel import Channel
-    from gccomm_nccl.joining import BackendPeers, join
 
     channel: Channel | None = backend.shared.get("nccl")
     if channel is not None and channel.users > 0:
         backend.close()  # the channel has one
         return NcclBackend(channel)
-    peers = BackendPeers(backend)
     try:
-        comm, library, hosts, local_rank = join(peers, device)
+        channel = backend.shared["nccl"] = _join(backend, device, owns=True)
     except BackendError:  # on all ranks
         backend.close()
         raise
-    channel = backend.shared["nccl"] = Channel(comm, library, hosts, local_rank, peers)
     return NcclBackend(channel)
+
+
+def beside(backend: backends.Backend, device: int) -> PairBackend:
+    """Return a back end with NCCL beside it, for what lies on each rank's device; collective.
+
+    Parameters
+    ----------
+    backend : Backend
+        Closed with the result; where this fails, it goes on as before.
+    device : int
+        This process's.
+
+    Raises
+    ------
+    BackendError
+        As of :func:`connect`, on all ranks.
+    """
+    from gccomm_nccl.backend import NcclBackend
+    from gccomm_nccl.pair import PairBackend
+
+    return PairBackend(backend, NcclBackend(_join(backend, device, owns=False)))
+
+
+def _join(backend: backends.Backend, device: int | None, *, owns: bool) -> Channel:
+    from gccomm_nccl.channel import Channel
+    from gccomm_nccl.joining import BackendPeers, join
+
+    peers = BackendPeers(backend, owns=owns)
+    comm, library, hosts, local_rank = join(peers, device)
+    return Channel(comm, library, hosts, local_rank, peers)
 
 
 def _on(comm: Any, device: int | None) -> NcclBackend:
@@ -119,3 +146,6 @@ def _from_variables(device: int | None) -> Channel:
         store.close(whole=False)
         raise
     return Channel(comm, library, hosts, local_rank, store)
+
+
+connect.beside = beside  # type: ignore[attr-defined]  # how a communicator finds it: see gccomm.backends

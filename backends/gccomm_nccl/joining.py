@@ -51,16 +51,18 @@ class Peers(Protocol):
 
 
 class BackendPeers:
-    """The ranks of another back end, such as MPI's; it stays open as long as they do.
+    """The ranks of another back end, such as MPI's.
 
     Parameters
     ----------
     backend : Backend
-        Closed with this object.
+        Of the ranks.
+    owns : bool
+        Close it with this object, and abort it.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, *, owns: bool = True) -> None:
+        self.backend, self._owns = backend, owns
         self.rank, self.size = backend.rank, backend.size
         self.local_rank: int | None = backend.local_rank
 
@@ -83,11 +85,12 @@ class BackendPeers:
 
     def abort(self, reason: str) -> None:
         """Abort by the other back end."""
-        self.backend.abort(reason)
+        if self._owns:
+            self.backend.abort(reason)
 
     def close(self, *, whole: bool = True) -> None:
         """Close the other back end, if its ranks can come to it."""
-        if whole:
+        if whole and self._owns:
             self.backend.close()
 
 

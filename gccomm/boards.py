@@ -1,0 +1,85 @@
+"""What a communicator has to do with devices: their boards, and NCCL, which joins ranks of MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from gccomm import backends, kernels
+from gccomm.engine import Outcome
+from gccomm.errors import BackendError
+from gccomm.transfers import Transfer
+
+if TYPE_CHECKING:
+    from gccomm.flow import Board
+
+__all__ = ["Boards"]
+
+
+class Boards:
+    """The boards of one communicator.
+
+    Parameters
+    ----------
+    backend : Backend
+        Of the communicator.
+    joins : bool
+        Whether NCCL is to join once a call has been made on arrays of a device.
+
+    Attributes
+    ----------
+    found : dict of str to Board
+        By device, those that a call has needed.
+    note : str or None
+        What the caller is still to be warned of.
+    """
+
+    def __init__(self, backend: backends.Backend, joins: bool) -> None:
+        self.backend: Any = backend
+        self.joins = joins and not self.able
+        self.found: dict[str, Board] = {}
+        self.note: str | None = None
+
+    @property
+    def able(self) -> bool:
+        """Whether the back end reduces in the memory of devices."""
+        return hasattr(self.backend, "takes_device")
+
+    def of(self, device: str) -> Board:
+        """Return what host and device tell each other; ValueError where the back end works elsewhere."""
+        backend = self.backend
+        if not backend.takes_device(device):
+            msg = (
+                f"arrays lie on {device}, but rank {backend.rank} of this communicator works on "
+                f"{backend.device}"
+            )
+            raise ValueError(msg)
+        if device not in self.found:
+            from gccomm.flow import Board
+
+            board = Board(kernels.of_device(device), backend.rank, backend.require_whole)
+            backend.oversee(board.look, board.doom)
+            self.found[device] = board
+        return self.found[device]
+
+    def wait(self) -> Generator[Transfer, None, Outcome]:
+        """Return a call without transfers that waits for the devices."""
+        for board in self.found.values():
+            board.wait()
+        yield from ()
+        return Outcome()
+
+    def join(self, device: str) -> Any:
+        """Let NCCL join, and return the back end from now on; collective, after a call of all ranks on arrays
+        of a device each. Where it cannot join, which all ranks find, things stay as they are.
+        """
+        self.joins = False
+        try:
+            beside = backends.load("nccl").beside  # type: ignore[attr-defined]  # it has
+            self.backend = beside(self.backend, int(device.partition(":")[2]))
+        except BackendError as error:
+            self.note = (
+                f"arrays on devices are staged through the host, as NCCL does not join: {error}. "
+                'gccomm.init("mpi") says that this is meant'
+            )
+        return self.backend

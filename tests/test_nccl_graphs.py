@@ -1,0 +1,151 @@
+"""Steps over NCCL that are captured in graphs, and launched."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gccomm
+from gccomm.communicator import Communicator
+from tests.fake_gpu import Action
+from tests.nccl_site import FLOWING, Site, all_raise, same, site
+
+__all__ = ["site"]
+
+
+class Captured:
+    """A step of a reducer in a graph, on one rank."""
+
+    def __init__(
+        self, site: Site, comm: Communicator, codec: str, x: np.ndarray, *, feedback: bool = False
+    ) -> None:
+        self.site, cupy = site, site.machine.cupy
+        self.stream = site.machine.current_stream(comm.rank)
+        self.reducer = gccomm.Reducer(codec, comm=comm, op="sum", error_feedback=feedback)
+        self.input = site.there({"w": x}, comm.rank)
+        for _ in range(4):  # the first three are measured
+            self.reducer(self.input)
+        comm.synchronize()
+        del cupy
+        self.stream.begin_capture()
+        self.output = self.reducer(self.input)
+        self.graph = self.stream.end_capture()
+
+    def launch(self, x: np.ndarray) -> Any:
+        """Launch with another input, written where the graph reads it; return what it leaves."""
+        target = self.input["w"].host()
+        with self.site.machine.changed:
+            self.stream.put(Action(lambda: np.copyto(target, x)))
+        self.graph.launch(self.stream)
+        return self.site.back(self.output)["w"]
+
+
+def draws(step: int, rank: int) -> np.ndarray:
+    return np.random.default_rng([step, rank]).standard_normal(5000).astype(np.float32)
+
+
+@pytest.mark.parametrize("codec", FLOWING)
+def test_steps_can_be_captured_and_launched(site: Site, codec: str) -> None:
+    def program(comm: Communicator) -> Any:
+        captured = Captured(site, comm, codec, draws(0, comm.rank))
+        gc.collect()  # what the graph needs is kept by gccomm
+        waits = [b.waits for b in comm._boards.found.values()]
+        found = [captured.launch(draws(step, comm.rank)) for step in range(1, 4)]
+        assert [b.waits for b in comm._boards.found.values()] == waits
+        comm.synchronize()
+        eager = site.back(comm.compressed_allreduce(site.there(draws(1, comm.rank), comm.rank), codec=codec))
+        return found, eager
+
+    results = site.run(3, program)
+    for step in range(1, 4):
+        total = np.sum([draws(step, rank).astype(np.float64) for rank in range(3)], axis=0)
+        error = np.linalg.norm(results[0][0][step - 1] - total) / np.linalg.norm(total)
+        wanted = np.linalg.norm(
+            results[0][1] - np.sum([draws(1, r) for r in range(3)], axis=0)
+        ) / np.linalg.norm(total)
+        assert error < 2 * wanted + 1e-6
+        assert all(same(results[rank][0][step - 1], results[0][0][step - 1]) for rank in range(3))
+
+
+def test_launches_differ_in_their_noise(site: Site) -> None:
+    x = draws(0, 0)
+
+    def program(comm: Communicator) -> Any:
+        captured = Captured(site, comm, "rotated:wire_bits=4,headroom=safe", x)
+        return [captured.launch(x) for _ in range(24)]
+
+    found = site.run(2, program)[0]
+    errors = [y.astype(np.float64) - 2 * x for y in found]
+    assert len({y.tobytes() for y in found}) == 24
+    one, mean = (np.linalg.norm(e) for e in (errors[0], np.mean(errors, axis=0)))
+    assert mean < 0.3 * one  # errors cancel: 1 / sqrt(24) is 0.2
+
+
+def test_residuals_go_from_launch_to_launch(site: Site) -> None:
+    x = draws(0, 0)
+
+    def program(comm: Communicator) -> Any:
+        captured = Captured(site, comm, "uniform:wire_bits=4", x, feedback=True)
+        return [captured.launch(x) for _ in range(10)], captured.reducer.state_dict()["residuals"]["w"]
+
+    (found, residual), (_, other) = site.run(2, program)
+    sums = np.sum(found, axis=0, dtype=np.float64) - 20 * x
+    one = np.linalg.norm(found[0] - 2 * x)
+    assert np.linalg.norm(sums) < 4 * one  # it does not grow with the number of launches
+    assert np.linalg.norm(residual) > 0
+    assert np.linalg.norm(other) > 0
+
+
+def test_what_is_wrong_in_a_launch_is_seen_after_it(site: Site) -> None:
+    """Ranks that launch differently often: the tags of sums do not hang on that, but noise does; a rank that
+    makes another call meanwhile is seen by the others' graph."""
+    marks = threading.Barrier(2)
+
+    def program(comm: Communicator) -> Any:
+        captured = Captured(site, comm, "uniform", draws(0, comm.rank))
+        marks.wait(30)
+        if comm.rank == 1:
+            return comm.compressed_allreduce(site.there(np.ones(9000, np.float32), 1), codec="uniform")
+        y = captured.launch(draws(1, 0))
+        assert np.isnan(y).all()
+        return comm.synchronize()
+
+    results = all_raise(site, 2, program)
+    assert all(isinstance(result, gccomm.MismatchError) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype"), [("thc", "float32"), ("rotated:headroom=checked", "float32"), ("uniform", "int32")]
+)
+def test_what_the_host_has_to_look_at_cannot_be_captured(site: Site, codec: str, dtype: str) -> None:
+    def program(comm: Communicator) -> Any:
+        stream = site.machine.current_stream(comm.rank)
+        x = site.there(np.ones(3000, dtype), comm.rank)
+        comm.compressed_allreduce(x, codec=codec)
+        stream.begin_capture()
+        with pytest.raises(gccomm.NegotiationError, match="cannot be captured in a graph"):
+            comm.compressed_allreduce(x, codec=codec)
+        stream.end_capture()
+        return site.back(comm.compressed_allreduce(x, codec=codec))
+
+    for found in site.run(2, program):
+        assert abs(found.mean() - 2) < 0.2
+
+
+def test_a_layout_that_is_not_known_cannot_be_captured(site: Site) -> None:
+    def program(comm: Communicator) -> None:
+        stream = site.machine.current_stream(comm.rank)
+        x = site.there(np.ones(3000, np.float32), comm.rank)
+        stream.begin_capture()
+        with pytest.raises(
+            gccomm.NegotiationError, match=r"after such calls outside of the graph \(warm-up\)"
+        ):
+            comm.compressed_allreduce(x, codec="uniform")
+        stream.end_capture()
+        comm.compressed_allreduce(x, codec="uniform")
+
+    site.run(2, program)
