@@ -225,7 +225,7 @@ class Nccl4py:
         """NCCL's own."""
         found = self._core.get_version()
         library = getattr(found, "libnccl", found)
-        return str(getattr(library, "version", library))
+        return str(getattr(library, "version", library)) if library is not None else "unknown"
 
     def unique_id(self) -> bytes:
         """Return 128 bytes."""
