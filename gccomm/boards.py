@@ -69,6 +69,12 @@ class Boards:
         yield from ()
         return Outcome()
 
+    def close(self) -> None:
+        """Wait for the devices, which may still read what the boards hold."""
+        for board in self.found.values():
+            board.queue.wait()
+        self.found.clear()
+
     def join(self, device: str) -> Any:
         """Let NCCL join, and return the back end from now on; collective, after a call of all ranks on arrays
         of a device each. Where it cannot join, which all ranks find, things stay as they are.

@@ -210,10 +210,10 @@ class Communicator:
             if self._broken == "closed":
                 return
             if self._broken is None:
-                self._plain(Call("close"), then=self._backend.close)
+                self._plain(Call("close"), then=self._release)
             else:
                 self.turn.drain()
-                self._backend.close()
+                self._release()
             self._broken = "closed"
             self._reductions.clear()
             self._last = None
@@ -224,12 +224,13 @@ class Communicator:
                 self._on_close()
 
     def synchronize(self) -> None:
-        """Wait until the work of calls on devices is done, and raise what went wrong there; not collective.
-
-        Only calls whose words stay on a device return before that: see docs/gpu.md.
-        """
+        """Wait for what calls on devices have enqueued, and raise what went wrong; not collective."""
         with self._exclusive:
             self._drive(Call("barrier"), self._boards.wait(), lambda _: None)
+
+    def _release(self) -> None:
+        self._boards.close()
+        self._backend.close()
 
     def next_reducer(self) -> int:
         """Return the number of a new reducer: its place in the order of construction, equal on all ranks."""

@@ -161,6 +161,31 @@ def test_non_finite_blocks_are_nan_and_nothing_is_broken(site: Site) -> None:
             assert (y[:1024] == 2).all()
 
 
+def test_closing_waits_for_what_was_enqueued(site: Site) -> None:
+    tree = floats(0, 2)
+
+    def last(comm: Communicator) -> Any:
+        return [comm.compressed_allreduce(tree[comm.rank], codec="uniform") for _ in range(3)][-1]
+
+    wanted = testing.run(last, 2)
+
+    def program(comm: Communicator) -> Any:
+        x = site.there(tree[comm.rank], comm.rank)
+        for _ in range(3):
+            found = comm.compressed_allreduce(x, codec="uniform")
+        queue = next(iter(comm._boards.found.values())).queue
+        stream = site.machine.streams[queue.stream]
+        event = stream.record()
+        assert event.mark is not None
+        assert not event.mark.done
+        comm.close()
+        assert event.mark.done
+        return site.back(found)
+
+    for found, other in zip(site.run(2, program), wanted, strict=True):
+        assert same(found, other)
+
+
 @pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("before", [0, HEADER])
 @pytest.mark.parametrize("doomed", [False, True])

@@ -120,7 +120,8 @@ class Channel:
 
     def join(self, launched: tuple[int, Any]) -> None:
         """Let what follows on a stream come after what was launched from there."""
-        self.runtime.streamWaitEvent(launched[0], launched[1].ptr)
+        with self.device:  # whose default stream it may be
+            self.runtime.streamWaitEvent(launched[0], launched[1].ptr)
 
     def launch(self, name: str, stream: int, keep: Any, call: Callable[[int], None]) -> tuple[int, Any]:
         """Do that but for the end: return what :meth:`join` takes."""
