@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -86,14 +87,18 @@ def test_floats_of_one_buffer_into_another(one: Site) -> None:
 
 
 def test_the_host_waits_for_nothing_and_the_default_stream_is_left_alone(site: Site) -> None:
+    together = threading.Barrier(2)  # the count is of both
+
     def work(backend: NcclBackend) -> None:
         stream = stream_of(site.machine, backend.rank)
         words = make(site.machine, stream, [1, 2])
         before = site.machine.synchronisations
+        together.wait(10)
         for _ in range(5):
             backend.sum_words(words)
             backend.maximum(words)
         assert site.machine.synchronisations == before
+        together.wait(10)
         comm = next(c for c in site.nccl.comms if c.rank == backend.rank)
         own = {entry[-2] for entry in comm.log}
         assert own == {backend.channel.stream.ptr}
