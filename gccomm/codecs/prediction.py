@@ -39,6 +39,7 @@ __all__ = ["Observed", "check_prediction", "next_scales", "predicted_steps"]
 EDGES = np.array([0.2, 0.35, 0.46, 0.54, 0.64])  # of a maximum over its prediction, at most 1
 EDGES_32 = EDGES.astype(np.float32)
 FACTORS = np.array([0.5, 0.75, 0.9, 0.98, 1.04, 1.3, 1.0, 1.0])  # of the next prediction, by interval
+FACTORS_32 = FACTORS.astype(np.float32)
 FIRST = 2.25  # of the first prediction over the agreed maximum
 CLAMPED, NONFINITE = 6, 7
 COUNTERS = 8
@@ -258,7 +259,7 @@ class _Predicted:
     def observed(self) -> list[Observed]:
         """Return what each segment's sum says."""
         x = self.x
-        factors: Any = np.take(FACTORS, self.intervals)
+        factors: Any = np.take(FACTORS if x.float64 else FACTORS_32, self.intervals)
         for i in self.agreed:
             factors[_blocks(x, i)] = FIRST
         following = self._words(factors)
@@ -278,7 +279,7 @@ class _Predicted:
         x = self.x
         with np.errstate(all="ignore"):
             if not x.float64:
-                values = self.scales.view(np.float32) * factors.astype(np.float32)
+                values = self.scales.view(np.float32) * factors
                 top = np.finfo(np.float32).max
                 words: Words = np.fmin(values, top).view(np.uint32)  # fmin: of NaN and the top, the top
                 return words
