@@ -8,9 +8,9 @@ agreement between ranks.
 
 from __future__ import annotations
 
-import zlib
 import inspect
 import json
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
