@@ -59,7 +59,8 @@ class Flowing:
         self._graph: Board | None = None
         device = plan.devices[0]
         stays = place.board is not None and all(
-            spec.worked_on == device and spec.route.device_words for spec in plan.specs
+            spec.worked_on == device and spec.route.device_words and spec.route.operation is None
+            for spec in plan.specs
         )
         if devices.captured:
             if not stays:
