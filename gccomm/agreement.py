@@ -58,7 +58,8 @@ FIELDS = (
 )
 ERROR_WORD = 2 * len(FIELDS)  # rank + 1 of a rank that failed its own checks
 MISSING_WORD = ERROR_WORD + 1  # some rank passed None for a key that is known
-FLOWING_WORD = MISSING_WORD + 1  # some rank does not wait for the header: its device looks at it
+FLOWING_WORD = MISSING_WORD + 1  # FLOWING: some rank does not wait for the header, its device looks at it
+FLOWING = 0x5EEDF10D  # which words of a rank in another call, that may come to lie there, are not
 SLOT_BYTES = 3 * 1024  # text of one rank in the second exchange; three bytes a word keep words below 2^31
 SUM_WORDS = 8  # of a summed header
 TEXT_LIMIT = 600  # bytes of a text in a slot, escapes included
@@ -139,7 +140,7 @@ def verify(
     same = bool((pairs[:, 0] == ~pairs[:, 1]).all())
     if same and message[ERROR_WORD] == 0:
         return None
-    if message[FLOWING_WORD]:
+    if message[FLOWING_WORD] == FLOWING:
         raise _alone(call, rank, pairs)
     return (yield from _explain(call, rank, size))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gccomm.agreement import (
+    FLOWING,
     FLOWING_WORD,
     HEADER_WORDS,
     MISSING_WORD,
@@ -187,7 +188,7 @@ class FlowWire(Wire):
             self._board.kernels.renew(0, 0, self._board.counter, 1)
         header = np.zeros(HEADER_WORDS, np.uint32)
         write_header(call, self.rank, header)
-        header[FLOWING_WORD] = self._flow.flowing
+        header[FLOWING_WORD] = FLOWING if self._flow.flowing else 0
         self._own = self._flow.scratch(HEADER_WORDS)
         self._own[:] = header
         message[:HEADER_WORDS] = self._own
@@ -200,7 +201,7 @@ class FlowWire(Wire):
             return None
         self._header = header = message[:HEADER_WORDS].host()
         error = yield from verify(call, self.rank, self.size, header)
-        if error is None and header[MISSING_WORD] and header[FLOWING_WORD]:
+        if error is None and header[MISSING_WORD] and header[FLOWING_WORD] == FLOWING:
             msg = (
                 f"rank {self.rank}: a rank has None for an array in {call.describe()}, and others do not "
                 "look for that any more: on GPUs over NCCL every rank has to have every array once a layout "
