@@ -227,8 +227,8 @@ class _Predicted:
 
     def _highest(self, counters: Words) -> Words:
         """Return the highest counter of each block that is not zero; together they must count all ranks."""
-        if self.counter_bits == 4:  # one word: by its highest bit, and the sum of its digits mod 15
-            if (counters % np.uint32(15) != self.ctx.size % 15).any() or not counters.all():
+        if self.counter_bits == 4:  # one word: by its highest bit, and the sum of its digits, at most 15
+            if (counters * np.uint32(0x11111111) >> np.uint32(28) != self.ctx.size).any():
                 self._corrupted()
             # The digits add up to at most 15, so float32 does not round one up to the next power of 2.
             exponents = (counters[:, 0].astype(np.float32).view(np.uint32) >> np.uint32(23)) - np.uint32(127)
