@@ -207,6 +207,8 @@ def test_bindings_go_by_local_rank_and_tell_who_shares() -> None:
         "a, local rank 0, cores: 2, cuda:0 of 2: card (01:)",
         "a, local rank 1, cores: 2, cuda:1 of 2: card (02:)",
     ]
+    found = bindings([rank(0, "01:", "02:") | {"wanted": "1"}, rank(1, "01:", "02:") | {"wanted": "7"}])
+    assert [f.text[-23:] for f in found[:2]] == ["cuda:1 of 2: card (02:)"] * 2
     found = bindings([rank(0, "01:"), rank(1, "01:"), rank(2, "01:", host="b"), rank(3, host="b")])
     assert [f.subject for f in found] == ["rank 0", "rank 1", "rank 2", "rank 3", "GPU binding"]
     assert found[-1].status == "absent"

@@ -15,7 +15,7 @@ from gccomm_launch.doctor_cuda import cuda, devices_of
 from gccomm_launch.doctor_findings import WIDTH, Answer, Finding, ask, print_report
 from gccomm_launch.doctor_host import host
 from gccomm_launch.doctor_mpi import cuda_aware_mpi, facts, judge_mpi
-from gccomm_launch.doctor_trials import check, judge_trial, on_device, registered
+from gccomm_launch.doctor_trials import check, device_of, judge_trial, on_device, registered
 
 __all__ = ["bindings", "mismatch", "of_job", "others_problems"]
 
@@ -162,20 +162,21 @@ def _self(of_cuda: Sequence[Finding]) -> dict[str, Any]:
         "local_rank": comm.local_rank,
         "cores": sorted(os.sched_getaffinity(0)),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "wanted": os.environ.get("GCCOMM_CUDA_DEVICE"),
         "devices": devices_of(of_cuda),
     }
 
 
 def bindings(ranks: Sequence[dict[str, Any]]) -> list[Finding]:
     """Return one finding a rank, and one for each device that ranks share: of the devices that a rank sees it
-    is to use that of its local rank.
+    is to use that of its local rank, or the one that ``GCCOMM_CUDA_DEVICE`` names.
     """
     found, users = [], dict[tuple[str, str], list[int]]()
     for rank in ranks:
         text = f"{rank['host']}, local rank {rank['local_rank']}, cores: {len(rank['cores'])}"
         devices = rank["devices"]
         if devices:
-            place = rank["local_rank"] % len(devices)
+            place = device_of(rank["local_rank"], len(devices), rank.get("wanted"))
             device = devices[place]
             text += f", cuda:{place} of {len(devices)}: {device['name']} ({device['bus']})"
             users.setdefault((rank["host"], device["bus"]), []).append(rank["rank"])

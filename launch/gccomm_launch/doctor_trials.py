@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import zlib
 from collections.abc import Sequence
@@ -15,7 +16,16 @@ from typing import Any
 
 from gccomm_launch.doctor_findings import Answer, Finding, ask
 
-__all__ = ["CODECS", "WrongSumError", "check", "judge_trial", "on_device", "registered", "trials"]
+__all__ = [
+    "CODECS",
+    "WrongSumError",
+    "check",
+    "device_of",
+    "judge_trial",
+    "on_device",
+    "registered",
+    "trials",
+]
 
 CODECS = {"raw": 0.0, "uniform": 1e-2, "rotated": 1e-2}
 """What is tried, and the largest vNMSE that it may have on any number of ranks."""
@@ -131,11 +141,20 @@ def check(comm: Any, xp: Any = None) -> dict[str, Any]:
     return {"ranks": n, "codecs": found}
 
 
+def device_of(local_rank: int, count: int, wanted: str | None) -> int:
+    """Return which of the ``count`` devices that a rank sees it is to use: the one that ``GCCOMM_CUDA_DEVICE``
+    (``wanted``) names, where it is there, else that of its local rank.
+    """
+    named = wanted is not None and wanted.isdecimal() and int(wanted) < count
+    return int(wanted) if named and wanted is not None else local_rank % count
+
+
 def on_device(comm: Any) -> dict[str, Any]:
-    """Do the same with arrays of the device of this local rank."""
+    """Do the same with arrays of the device of this rank."""
     import cupy
 
-    place = comm.local_rank % int(cupy.cuda.runtime.getDeviceCount())
+    count = int(cupy.cuda.runtime.getDeviceCount())
+    place = device_of(comm.local_rank, count, os.environ.get("GCCOMM_CUDA_DEVICE"))
     with cupy.cuda.Device(place):
         return check(comm, cupy)
 
