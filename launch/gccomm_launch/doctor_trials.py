@@ -142,8 +142,8 @@ def check(comm: Any, xp: Any = None) -> dict[str, Any]:
 
 
 def device_of(local_rank: int, count: int, wanted: str | None) -> int:
-    """Return which of the ``count`` devices that a rank sees it is to use: the one that ``GCCOMM_CUDA_DEVICE``
-    (``wanted``) names, where it is there, else that of its local rank.
+    """Return which of the devices that a rank sees it is to use: the one that ``GCCOMM_CUDA_DEVICE`` names
+    (``wanted``), where it is there, else that of its local rank.
     """
     named = wanted is not None and wanted.isdecimal() and int(wanted) < count
     return int(wanted) if named and wanted is not None else local_rank % count
