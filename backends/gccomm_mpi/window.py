@@ -39,6 +39,7 @@ SLOT_BYTES = (1 << 20) + (1 << 16)  # words of a piece in lanes of 16 bits, with
 MOST_BYTES = 512 << 20  # of all ranks of a host together
 CHUNK_BYTES = 256 << 10  # of data that are copied into a slot
 FEW_RANKS = 3  # up to which each joins all data of the others
+COPIED_BYTES = 16 << 10  # up to which few ranks copy data into their slots
 SHARED_BYTES = 64 << 10  # from here on more ranks join one share each
 STREAM_BYTES = 8 << 20  # results of this size are written past the caches
 
@@ -99,9 +100,12 @@ class Window:
     def room(self, nbytes: int) -> Bytes | None:
         """Return this rank's next slot, if so many bytes fit: what is posted from there is not copied.
 
-        It keeps what is written into it until the next message is posted.
+        It keeps what is written into it until the next message is posted. None for few bytes, where a copy
+        takes less time than messages that are posted and finished by Python.
         """
-        return self._own("make room", nbytes) if nbytes <= self.slot_bytes else None
+        if nbytes > self.slot_bytes or (nbytes <= COPIED_BYTES and self._size <= FEW_RANKS):
+            return None
+        return self._own("make room", nbytes)
 
     def join(self, name: str, send: Array, recv: Array, kind: str) -> None:
         """Reduce `send` over the ranks into `recv`, which may be the same array.

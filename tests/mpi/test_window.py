@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gccomm_mpi import window as window_module
-from gccomm_mpi.window import CHUNK_BYTES, SHARED_BYTES, SLOT_BYTES
+from gccomm_mpi.window import CHUNK_BYTES, COPIED_BYTES, SHARED_BYTES, SLOT_BYTES
 
 import gccomm
 
@@ -99,9 +99,9 @@ def test_slots_are_not_written_before_all_have_read_them(backend: Any) -> None:
         count = int(rng.integers(1, 40_000))
         words = np.full(count, (backend.rank + 1) * step, np.uint32)
         room = backend.room(words.nbytes)
-        assert room is not None
+        assert room is not None or words.nbytes <= COPIED_BYTES
         sums = np.empty_like(words)
-        if step % 2:
+        if step % 2 and room is not None:
             room.view(np.uint32)[:] = words
             backend.sum_into(room.view(np.uint32), sums)
         else:
@@ -123,8 +123,9 @@ def test_two_messages_may_be_on_their_way(backend: Any) -> None:
         if step % 3 == 0:
             backend.sum_words(whole)
         room = backend.room(second.nbytes)
-        room.view(np.uint32)[:] = second
-        two = backend.begin("words", room.view(np.uint32), sums)
+        source = second if room is None else room.view(np.uint32)
+        source[:] = second
+        two = backend.begin("words", source, sums)
         if late.random() < 0.1:
             for _ in range(50):
                 os.sched_yield()
