@@ -59,7 +59,7 @@ class Repeat:
 
     def __init__(self, call: Call, plan: Plan, context: Context, place: Place) -> None:
         (spec,), (x,) = plan.specs, plan.operands
-        self.call, self.spec = call, spec
+        self.call, self.spec, self.place = call, spec, place
         self._x, self._context, self._room = x, context, place.room
         self._key, self._addresses = plan.keys[0], (x.table["src"], x.table["dst"])
         self._noise = [[x.table[name] for name in _KEYS]]
@@ -174,13 +174,16 @@ class Repeats:
     def __init__(self) -> None:
         self._kept: dict[object, Repeat] = {}
 
-    def find(self, reduction: Reduction, tree: Any) -> Repeat | None:
-        """Return what repeats a call on ``tree``, where something does and is to be used now."""
+    def find(self, reduction: Reduction, tree: Any, place: Place) -> Repeat | None:
+        """Return what repeats a call on ``tree``, where something does and is to be used now.
+
+        ``place`` is where the rank stands: NCCL may have joined it meanwhile.
+        """
         if not self._kept or type(tree) is not np.ndarray:
             return None
         found = self._kept.get((tree.shape, tree.dtype))
         flags = tree.flags
-        if found is None or not (flags.c_contiguous and flags.aligned):
+        if found is None or found.place is not place or not (flags.c_contiguous and flags.aligned):
             return None
         if timeline.active() or reduction.measures() or found.call.state != reduction.state():
             return None
@@ -195,13 +198,15 @@ class Repeats:
             return
         if attempt.measures:
             return  # its pieces are others
-        at, options = (tree.shape, tree.dtype), reduction.options
-        place = attempt.place
-        if at in self._kept or options.nonfinite == "raise" or not _suits(plan, context, place):
+        at, options, place = (tree.shape, tree.dtype), reduction.options, attempt.place
+        known = self._kept.get(at)
+        if known is not None and known.place is place:
+            return
+        if options.nonfinite == "raise" or not _suits(plan, context, place):
             return
         sizes = options.piece_coordinates, options.bucket_bytes
         own = Plan(plan.specs, context.size, options.seed, *sizes, lane_sums=plan.lane_sums)
-        while len(self._kept) >= KEPT:
+        while at not in self._kept and len(self._kept) >= KEPT:
             self._kept.pop(next(iter(self._kept)))
         self._kept[at] = Repeat(attempt.call, own, context, place)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,17 @@ def test_reducer_with_another_layout_or_a_none_in_between(repeated: list[int]) -
     assert 9 not in repeated  # the key had another layout before
     assert repeated.count(10) == 1  # by the rank that has an array
     assert repeated.count(11) == 2
+
+
+def test_another_place_makes_the_call_ready_anew(repeated: list[int]) -> None:
+    """As when NCCL joins ranks: the first message may then have another length."""
+    with run_alone() as comm:
+        x = draw(0, 0, (2000,))
+        for step in range(6):
+            if step == 4:
+                comm._place = replace(comm._place, first_words=0)
+            comm.compressed_allreduce(x, "sum", "uniform")
+        assert repeated == [2, 3, 5]
 
 
 def test_what_is_kept_is_bounded() -> None:
