@@ -9,7 +9,7 @@ with the other ranks is the caller's part.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from gccomm.interop.base import (
     refuse_dtype,
 )
 
-__all__ = ["View", "out_view", "overlaps", "view"]
+__all__ = ["Ranges", "View", "out_view", "view"]
 
 # How to view objects of each exact type that has been met.
 _HANDLERS: dict[type, Callable[[Any], View]] = dict(host.HANDLERS)
@@ -227,11 +227,28 @@ def _offsets_collide(axes: list[tuple[int, int]], itemsize: int) -> bool:
     return bool(np.diff(offsets).min() < itemsize)
 
 
-def overlaps(a: View, b: View, /) -> bool:
-    """Tell whether the data of two views share memory, judged by their ranges of addresses.
+class Ranges:
+    """Where the data of views lie; of an array that had to be copied it is the copy that counts: that is what
+    is read and written.
 
-    Of an array that had to be copied it is the copy that counts: that is what is read and written.
+    Parameters
+    ----------
+    views : sequence of View or None
+        None has no data.
     """
-    if not (a.data.nbytes and b.data.nbytes):
-        return False
-    return bool(a.pointer < b.pointer + b.data.nbytes and b.pointer < a.pointer + a.data.nbytes)
+
+    def __init__(self, views: Sequence[View | None]) -> None:
+        empty = (np.iinfo(np.uint64).max, 0)
+        found = [
+            (v.pointer, v.pointer + v.data.nbytes) if v is not None and v.data.nbytes else empty
+            for v in views
+        ]
+        self._starts, self._ends = np.array(found, dtype=np.uint64).reshape(-1, 2).T
+
+    def hits(self, view: View) -> list[int]:
+        """Return the places of the views that share memory with this one, judged by their addresses."""
+        if not view.data.nbytes:
+            return []
+        start, end = np.uint64(view.pointer), np.uint64(view.pointer + view.data.nbytes)
+        hits: list[int] = np.flatnonzero((self._starts < end) & (self._ends > start)).tolist()
+        return hits

@@ -233,6 +233,8 @@ class Attempt:
         self.call.missing = None in self._views
         plan.require_operations(self.place.operations)
         self._outs = self._look_at_out(out, keys)
+        if out is not None:
+            self._ranges = arrays.Ranges(self._views), arrays.Ranges(self._outs)
         if plan.devices:
             self._devices = DeviceCall(plan, self._views, self._outs, when, self.place.go_on)
             self._flowing = Flowing(self.place, plan, self._devices)
@@ -347,15 +349,9 @@ class Attempt:
 
     def _collides(self, i: int, out: arrays.View, spec: LeafSpec) -> bool:
         """Whether writing ``out`` early could change an input still to be read, or another ``out``."""
-        inputs = enumerate(self._views)
-        read = any(
-            view is not None
-            and arrays.overlaps(out, view)
-            and (j != i or view.pointer != out.pointer or spec.route.reencodes)
-            for j, view in inputs
-        )
-        others = (o for j, o in enumerate(self._outs) if o is not None and j != i)
-        return read or any(arrays.overlaps(out, o) for o in others)
+        view, (read, written) = self._views[i], self._ranges
+        own = view is not None and view.pointer == out.pointer and not spec.route.reencodes
+        return any(j != i or not own for j in read.hits(out)) or any(j != i for j in written.hits(out))
 
     def _residual(self, leaf: Leaf, device: str) -> tuple[int, int]:
         """Return the addresses of a key's residual and of the memory for the next one."""

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gccomm.arrays import View, overlaps, view
+from gccomm.arrays import Ranges, View, view
 
 REALS = ["float16", "float32", "float64", "bool"] + [
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
@@ -449,13 +449,14 @@ def test_detached_view_wraps_without_its_owner(make):
     assert np.array_equal(getattr(y, "values", y), getattr(expected, "values", expected))
 
 
-def test_overlaps():
+def test_ranges_of_views_that_share_memory():
     x = np.arange(10, dtype=np.float32)
-    assert overlaps(view(x), view(x))
-    assert overlaps(view(x[:6]), view(x[5:]))
-    assert overlaps(view(x[5:]), view(x[:6]))
-    assert overlaps(view(x), view(x[4:5]))
-    assert not overlaps(view(x[:5]), view(x[5:]))
-    assert not overlaps(view(x[5:]), view(x[:5]))
-    assert not overlaps(view(x[5:][:0]), view(x))
-    assert not overlaps(view(x[::2]), view(x))  # the copy does not
+    views = [view(x), None, view(x[:5]), view(x[5:]), view(x[5:][:0]), view(x[4:5]), view(np.ones(3))]
+    ranges = Ranges(views)
+    assert ranges.hits(view(x)) == [0, 2, 3, 5]
+    assert ranges.hits(view(x[:6])) == [0, 2, 3, 5]
+    assert ranges.hits(view(x[5:])) == [0, 3]
+    assert ranges.hits(view(x[4:5])) == [0, 2, 5]
+    assert ranges.hits(view(x[5:][:0])) == []
+    assert ranges.hits(views[6]) == [6]
+    assert Ranges([]).hits(view(x)) == []
