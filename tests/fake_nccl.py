@@ -275,20 +275,21 @@ def _cupy_nccl(nccl: FakeNccl, *, signed: bool = False) -> Any:
     )
 
 
+class UniqueId:
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    def __bytes__(self) -> bytes:
+        return self.raw
+
+    @staticmethod
+    def from_bytes(raw: bytes) -> UniqueId:
+        return UniqueId(raw)
+
+
 def _core(nccl: FakeNccl) -> Any:
     """Return the stand-in for nccl.core."""
     numbers = {np.dtype(dtype): number for number, dtype in DTYPES.items()}
-
-    class UniqueId:
-        def __init__(self, raw: bytes) -> None:
-            self.raw = raw
-
-        def __bytes__(self) -> bytes:
-            return self.raw
-
-        @staticmethod
-        def from_bytes(raw: bytes) -> UniqueId:
-            return UniqueId(raw)
 
     class Communicator:
         def __init__(self, made: Comm) -> None:
