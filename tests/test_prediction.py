@@ -10,8 +10,9 @@ import pytest
 import gccomm
 from gccomm import testing
 from gccomm.agreement import MESSAGE_WORDS, SUM_WORDS
-from gccomm.codecs.prediction import FIRST, Observed, next_scales
+from gccomm.codecs.prediction import Observed, next_scales
 from gccomm.errors import MismatchError, NegotiationError, NonFiniteError
+from gccomm.kernels.reference.counters import AGREED, FACTORS
 
 Array = np.ndarray[Any, Any]
 CODECS = ["uniform:scales=predicted", "rotated:scales=predicted", "uniform:scales=predicted,wire_bits=4"]
@@ -324,7 +325,7 @@ def test_next_scales() -> None:
     state = next_scales([Observed(scales[:2], False), Observed(scales[2:], True)])
     np.testing.assert_array_equal(state["scales"], scales)
     assert state["agree"] is True
-    assert FIRST > 1
+    assert FACTORS[AGREED] > 1
     assert MESSAGE_WORDS == 256
 
 

@@ -49,22 +49,18 @@ def lane_sum_of(
     maxima : array of uint32, shape (blocks,), optional
         Where each block's own scale word goes; not with ``agree``.
     """
-    job = np.zeros(1, LANES)
-    job["table"], job["segments"], job["blocks"] = x.address, x.count, x.blocks
-    job["words"], job["scales"] = kernels.address(x.offsets), kernels.address(scales)
-    job["maxima"] = 0 if maxima is None else kernels.address(maxima)
-    job["chunk"], job["width"], job["limit"], job["shift"] = CHUNK_BLOCKS, width, limit, ctx.shift
-    job["rotations"], job["agree"], job["subtract"] = rotations, agree, subtract
-    job["mean"], job["stream"] = x.mean, ctx.stream
+    address = kernels.address
+    twin_at = places_at = kept_at = 0
     alive = [x, scales, maxima]
     if rotations and agree and not x.float64 and not x.feedback:
         twin, places = x.rotated_blocks()
         kept = kernels.pool_empty(4 * BLOCK * min(2 * CHUNK_BLOCKS, x.blocks))
-        job["kept_table"], job["places"], job["kept"] = (
-            twin.address,
-            kernels.address(places),
-            kernels.address(kept),
-        )
+        twin_at, places_at, kept_at = twin.address, address(places), address(kept)
         alive += [twin, places, kept]
+    own = 0 if maxima is None else address(maxima)
+    addresses = x.address, twin_at, kept_at, places_at, address(x.offsets), address(scales), own
+    flags = rotations, agree, subtract, x.mean, ctx.stream
+    record = *addresses, x.count, x.blocks, CHUNK_BLOCKS, width, limit, ctx.shift, 0, *flags, b""
+    job = np.array([record], LANES)  # of one tuple: a field at a time takes longer
     chunks = -(-x.blocks // CHUNK_BLOCKS)
     return LaneSum(job, 4 * (x.words + x.blocks * agree + chunks), alive)

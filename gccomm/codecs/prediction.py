@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from gccomm import kernels
 from gccomm.codecs.base import State
 from gccomm.codecs.clamps import count_clamped
 from gccomm.codecs.lane_sums import lane_sum_of, takes_lane_sums
 from gccomm.errors import BackendError
+from gccomm.kernels.reference.counters import AGREED, CLAMPED, COUNTERS, NONFINITE
 from gccomm.lanes import safe_limit
 from gccomm.layout import Geometry
 from gccomm.operand import INFINITY_32, INFINITY_64
@@ -33,16 +34,6 @@ if TYPE_CHECKING:
     from gccomm.operand import Operand
 
 __all__ = ["Observed", "check_prediction", "next_scales", "predicted_steps"]
-
-# The maximum of a block varies by a tenth from step to step, and among 10^4 blocks by a half: predictions
-# settle at twice the usual maximum, so that clamps are rare in large arrays too.
-EDGES = np.array([0.2, 0.35, 0.46, 0.54, 0.64])  # of a maximum over its prediction, at most 1
-EDGES_32 = EDGES.astype(np.float32)
-FACTORS = np.array([0.5, 0.75, 0.9, 0.98, 1.04, 1.3, 1.0, 1.0])  # of the next prediction, by interval
-FACTORS_32 = FACTORS.astype(np.float32)
-FIRST = 2.25  # of the first prediction over the agreed maximum
-CLAMPED, NONFINITE = 6, 7
-COUNTERS = 8
 
 
 class Observed(NamedTuple):
@@ -126,11 +117,12 @@ class _Predicted:
     agreed: set[int]  # segments whose scales are this step's maxima
 
     def __post_init__(self) -> None:
-        self.limit = safe_limit(self.width, self.ctx.size)
+        x, width = self.x, self.width
+        self.limit = safe_limit(width, self.ctx.size)
         self.counter_bits = next(b for b in (4, 8, 16, 32) if self.ctx.size < 1 << b)
         self.counter_words = COUNTERS * self.counter_bits // 32
-        self.intervals = np.zeros(self.x.blocks, dtype=np.uint32)  # the highest that any rank is in
-        self.own = np.empty(self.x.blocks, dtype=np.uint32)  # this rank's maxima, as scale words
+        self.intervals = np.zeros(x.blocks, dtype=np.uint32)  # the highest that any rank is in
+        self.own = np.empty(x.blocks, dtype=np.uint32)  # this rank's maxima, as scale words
         self.worst = 0
 
     def size(self, lo: int, hi: int) -> int:
@@ -157,38 +149,15 @@ class _Predicted:
         """Write what follows from the blocks' own maxima: a one in a counter each, and clamps."""
         del lo, hi
         x, own = self.x, self.own
-        over = own > self.scales
-        intervals = self._intervals(own, over)
-        if self.counter_bits == 4:
-            np.left_shift(np.uint32(1), intervals << np.uint32(2), out=tail[: x.blocks])
-        else:
-            tail[: -x.count] = self._count(intervals).reshape(-1)
         tail[-x.count :] = 0
-        if over.any():
-            blocks = np.flatnonzero(over & ~x.nonfinite_scales(own))
+        beyond = kernels.count_intervals(
+            kernels.address(own), kernels.address(self.scales), x.blocks, x.float64, self.counter_bits,
+            kernels.address(tail),
+        )  # fmt: skip
+        if beyond:
+            blocks = np.flatnonzero((own > self.scales) & ~x.nonfinite_scales(own))
             clamped = count_clamped(x, blocks, self.scales, self.rotations)
             tail[-x.count :] = np.minimum(clamped, 0xFFFFFFFF // self.ctx.size)
-
-    def _intervals(self, own: Words, over: npt.NDArray[np.bool_]) -> Words:
-        """Return the interval of each block's own maximum over its prediction; ``over``: it is beyond it."""
-        x, shared = self.x, np.maximum(self.scales, 1)
-        mine, edges = (x.scale_values(own), EDGES) if x.float64 else (own.view(np.float32), EDGES_32)
-        shared = x.scale_values(shared) if x.float64 else shared.view(np.float32)
-        with np.errstate(all="ignore"):
-            parts = mine / shared
-            below = [(parts <= edge).view(np.uint8) for edge in edges]
-        found: Words = (len(edges) - sum(below)).astype(np.uint32)
-        if over.any():
-            found[over] = np.where(x.nonfinite_scales(own[over]), NONFINITE, CLAMPED)
-        return found
-
-    def _count(self, intervals: Words) -> npt.NDArray[np.uint32]:
-        """Return each block's counters, shape (blocks, words), with a one where it belongs."""
-        per_word = 32 // self.counter_bits
-        words = np.zeros((len(intervals), self.counter_words), dtype=np.uint32)
-        shifts = intervals % np.uint32(per_word) * np.uint32(self.counter_bits)
-        words[np.arange(len(intervals)), intervals // per_word] = np.uint32(1) << shifts
-        return words
 
     def decode(self, lo: int, hi: int, words: Words) -> None:
         """Read the counters, then write the results: NaN where a rank's block was not finite."""
@@ -217,36 +186,17 @@ class _Predicted:
 
     def _read_counters(self, tail: Words) -> Words:
         """Take over what the summed counters say; return scale words, NaN where a block was not finite."""
-        x = self.x
-        self.intervals = self._highest(tail[: -x.count].reshape(x.blocks, -1))
-        self.worst = int(self.intervals.max(initial=0))
+        x, size = self.x, self.ctx.size
+        self.worst = kernels.highest_intervals(
+            kernels.address(tail), x.blocks, self.counter_bits, size, kernels.address(self.intervals)
+        )
+        if self.worst < 0:
+            msg = f"rank {self.ctx.rank}: the counters of a sum do not count {size} ranks: it was corrupted "
+            raise BackendError(msg + "on the way")
         if self.worst < CLAMPED:
             return self.scales
         x.report(clamps=int(tail[-x.count :].sum(dtype=np.int64)))
         return np.where(self.intervals == NONFINITE, np.uint32(0x7FF80000), self.scales).astype(np.uint32)
-
-    def _highest(self, counters: Words) -> Words:
-        """Return the highest counter of each block that is not zero; together they must count all ranks."""
-        if self.counter_bits == 4:  # one word: by its highest bit, and the sum of its digits, at most 15
-            if (counters * np.uint32(0x11111111) >> np.uint32(28) != self.ctx.size).any():
-                self._corrupted()
-            # The digits add up to at most 15, so float32 does not round one up to the next power of 2.
-            exponents = (counters[:, 0].astype(np.float32).view(np.uint32) >> np.uint32(23)) - np.uint32(127)
-            return exponents >> np.uint32(2)
-        shifts = np.arange(0, 32, self.counter_bits, dtype=np.uint32)
-        mask = np.uint32((1 << self.counter_bits) - 1)
-        counts = (counters[:, :, None] >> shifts & mask).reshape(len(counters), COUNTERS)
-        if (counts.sum(axis=1, dtype=np.uint64) != self.ctx.size).any():
-            self._corrupted()
-        highest: Words = (COUNTERS - 1 - np.argmax(counts[:, ::-1] != 0, axis=1)).astype(np.uint32)
-        return highest
-
-    def _corrupted(self) -> None:
-        msg = (
-            f"rank {self.ctx.rank}: the counters of a sum do not count {self.ctx.size} ranks: it was "
-            "corrupted on the way"
-        )
-        raise BackendError(msg)
 
     def _restore(self, scales: Words) -> None:
         """Put back the residuals of blocks that some rank had inf or NaN in: their step is lost."""
@@ -258,12 +208,14 @@ class _Predicted:
 
     def observed(self) -> list[Observed]:
         """Return what each segment's sum says."""
-        x = self.x
-        factors: Any = np.take(FACTORS if x.float64 else FACTORS_32, self.intervals)
-        for i in self.agreed:
-            factors[_blocks(x, i)] = FIRST
-        following = self._words(factors)
+        x, following = self.x, np.empty(self.x.blocks, dtype=np.uint32)
         worst = np.maximum.reduceat(self.intervals, x.bounds[:-1]) if self.worst >= CLAMPED else None
+        for i in self.agreed:
+            self.intervals[_blocks(x, i)] = AGREED
+        kernels.predict_scales(
+            kernels.address(self.scales), kernels.address(self.intervals), x.blocks, x.float64,
+            kernels.address(following),
+        )  # fmt: skip
         found = []
         for i in range(x.count):
             at = _blocks(x, i)
@@ -273,15 +225,3 @@ class _Predicted:
                 again = worst is not None and bool(worst[i] >= CLAMPED)
             found.append(Observed(following[at], again))
         return found
-
-    def _words(self, factors: Any) -> Words:
-        """Return scales times factors, as words of finite numbers; the same on all machines."""
-        x = self.x
-        with np.errstate(all="ignore"):
-            if not x.float64:
-                values = self.scales.view(np.float32) * factors
-                top = np.finfo(np.float32).max
-                words: Words = np.fmin(values, top).view(np.uint32)  # fmin: of NaN and the top, the top
-                return words
-            values = np.fmin(x.scale_values(self.scales) * factors, np.finfo(np.float64).max)
-            return x.scale_words(values)

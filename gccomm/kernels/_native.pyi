@@ -322,6 +322,47 @@ def join_parts(parts: int, ranks: int, out: int, count: int, kind: int, stream: 
         No such kind, no array, or a negative count.
     """
 
+def count_intervals(own: int, scales: int, blocks: int, wide: bool, bits: int, counters: int) -> int:
+    """Write a one into one of the eight counters of each block, of `bits` bits.
+
+    `own` and `scales` are the addresses of this rank's scale words and the predicted ones; `wide` says that
+    they are those of float64. Returns how many blocks lie beyond their predictions.
+
+    Raises
+    ------
+    ValueError
+        Counters have other bits than 4, 8, 16 or 32, or there is a negative number of blocks.
+    """
+
+def highest_intervals(counters: int, blocks: int, bits: int, ranks: int, intervals: int) -> int:
+    """Write the highest counter of each block that is not zero to ``intervals[block]`` (uint32).
+
+    Returns the highest of all, or -1 where the counters of some block do not add up to `ranks`.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`count_intervals`.
+    """
+
+def predict_scales(scales: int, intervals: int, blocks: int, wide: bool, predicted: int) -> None:
+    """Write the next prediction of each block's scale word; interval 8 stands for an agreed one.
+
+    Raises
+    ------
+    ValueError
+        There is a negative number of blocks.
+    """
+
+def digest(data: int, nbytes: int, seed: int) -> int:
+    """Return a check sum of 64 bits, not cryptographic, that begins with `seed` (uint64).
+
+    Raises
+    ------
+    ValueError
+        `nbytes` is negative.
+    """
+
 def exchange_array(
     exchange: int, send: int, recv: int, count: int, item: int, chunk: int, kind: int, stream: bool
 ) -> bool:

@@ -122,11 +122,13 @@ class LaneExchange {
         : at_(at), job_(job), messages_(at), chunks_((job.blocks + job.chunk - 1) / job.chunk) {}
 
     // Returns whether all is done. Four events a chunk: maxima of the next one posted, maxima of this one
-    // agreed, its lanes posted, the lanes of the one before decoded.
+    // agreed, its lanes posted, the lanes of the one before decoded. Where scales are agreed, every second
+    // rank does the last two the other way round: while one works in its caches, the other has the memory.
     bool run() {
+        const bool swapped = job_.agree && at_.rank % 2 == 1;
         for (; at_.event < 4 * (chunks_ + 2); at_.event++) {
-            const Index k = at_.event / 4 - 1;
-            if (!step(at_.event % 4, k)) return false;
+            const Index what = at_.event % 4, k = at_.event / 4 - 1;
+            if (!step(swapped && what >= 2 ? 5 - what : what, k)) return false;
         }
         return true;
     }

@@ -33,7 +33,8 @@ GCCOMM_FN void flow(Source&& source, const Sink sink, int n) {
     if (i < n) put_part(source, sink, i, n - i);
 }
 
-// Fetches `bytes` bytes some blocks ahead of a pair at `address`.
+// Fetches what lies some blocks ahead of a pair at `address`. What is read goes to the first-level cache
+// alone: it is read once, and the others keep what the program and the other ranks have there.
 template <class Element>
 GCCOMM_FN void fetch_ahead(const Element* address, bool to_write) {
     const Element* ahead = address + kAhead;
@@ -41,7 +42,7 @@ GCCOMM_FN void fetch_ahead(const Element* address, bool to_write) {
         if (to_write)
             __builtin_prefetch(ahead + i, 1, 3);
         else
-            __builtin_prefetch(ahead + i, 0, 3);
+            __builtin_prefetch(ahead + i, 0, 0);
     }
 }
 

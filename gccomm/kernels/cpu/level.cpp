@@ -2,7 +2,9 @@
 // (GCCOMM_LEVEL), so that no inline function of one level can stand in for another's. Uses no inline function
 // of the standard library for the same reason.
 #include "chunks.h"
+#include "counters.h"
 #include "decode.h"
+#include "digest.h"
 #include "exact.h"
 #include "floats.h"
 #include "integers.h"
@@ -37,6 +39,10 @@ const Kernels kernels = {
     exponent_encode,
     exponent_decode,
     join_parts,
+    count_intervals,
+    highest_intervals,
+    predict_scales,
+    digest,
 };
 
 }  // namespace gccomm::GCCOMM_LEVEL

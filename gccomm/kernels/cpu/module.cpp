@@ -265,6 +265,37 @@ void join_parts(Address parts, Index ranks, Address out, Index count, int kind, 
                           static_cast<Joining>(kind), stream});
 }
 
+void check_counters(Index blocks, int bits) {
+    require(blocks >= 0, "blocks must not be negative");
+    require(bits == 4 || bits == 8 || bits == 16 || bits == 32, "counters have 4, 8, 16 or 32 bits");
+}
+
+Index count_intervals(Address own, Address scales, Index blocks, bool wide, int bits, Address counters) {
+    check_counters(blocks, bits);
+    return kernels().count_intervals({pointer<const std::uint32_t>(own), pointer<const std::uint32_t>(scales),
+                                      blocks, wide, bits, pointer<std::uint32_t>(counters), nullptr,
+                                      nullptr});
+}
+
+int highest_intervals(Address counters, Index blocks, int bits, Index ranks, Address intervals) {
+    check_counters(blocks, bits);
+    return kernels().highest_intervals(
+        {nullptr, nullptr, blocks, false, bits, pointer<std::uint32_t>(counters),
+         pointer<std::uint32_t>(intervals), nullptr},
+        ranks);
+}
+
+void predict_scales(Address scales, Address intervals, Index blocks, bool wide, Address predicted) {
+    check_counters(blocks, 4);
+    kernels().predict_scales({nullptr, pointer<const std::uint32_t>(scales), blocks, wide, 4, nullptr,
+                              pointer<std::uint32_t>(intervals), pointer<std::uint32_t>(predicted)});
+}
+
+std::uint64_t digest(Address data, Index nbytes, std::uint64_t seed) {
+    require(nbytes >= 0, "nbytes must not be negative");
+    return kernels().digest(pointer<const void>(data), nbytes, seed);
+}
+
 void raise_flag(Address flag, std::uint32_t number) { flags::raise(pointer<std::uint32_t>(flag), number); }
 
 bool await_flags(Address table, Index count, std::uint32_t number, Index spins) {
@@ -412,6 +443,13 @@ NB_MODULE(_native, m) {
     m.def("exponent_decode", &g::exponent_decode, "words"_a, "out"_a, "count"_a, Released());
     m.def("join_parts", &g::join_parts, "parts"_a, "ranks"_a, "out"_a, "count"_a, "kind"_a,
           "stream"_a = false, Released());
+    m.def("count_intervals", &g::count_intervals, "own"_a, "scales"_a, "blocks"_a, "wide"_a, "bits"_a,
+          "counters"_a, Released());
+    m.def("highest_intervals", &g::highest_intervals, "counters"_a, "blocks"_a, "bits"_a, "ranks"_a,
+          "intervals"_a, Released());
+    m.def("predict_scales", &g::predict_scales, "scales"_a, "intervals"_a, "blocks"_a, "wide"_a,
+          "predicted"_a, Released());
+    m.def("digest", &g::digest, "data"_a, "nbytes"_a, "seed"_a, Released());
     m.def("exchange_array", &g::exchange_array, "exchange"_a, "send"_a, "recv"_a, "count"_a, "item"_a,
           "chunk"_a, "kind"_a, "stream"_a, Released());
     m.def("exchange_lanes", &g::exchange_lanes, "exchange"_a, "job"_a, Released());

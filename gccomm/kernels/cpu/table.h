@@ -140,6 +140,16 @@ struct ChunkArgs {
     double* out;  // one a chunk
 };
 
+// Predicted scales of blocks, and the counters that say what they were worth.
+struct CounterArgs {
+    const std::uint32_t *own, *scales;  // this rank's maxima; what was predicted
+    std::int64_t blocks;
+    bool wide;                // scale words are those of float64
+    int bits;                 // of a counter
+    std::uint32_t* counters;  // eight a block
+    std::uint32_t *intervals, *predicted;
+};
+
 // The words of two ranks, and where their reduction goes.
 struct WordPair {
     const std::uint32_t *a, *b;
@@ -194,6 +204,10 @@ struct Kernels {
                             std::uint32_t key1, std::int64_t start);
     void (*exponent_decode)(const std::uint32_t* words, float* out, std::int64_t count);
     void (*join_parts)(const Parts&);
+    std::int64_t (*count_intervals)(const CounterArgs&);               // blocks beyond their predictions
+    int (*highest_intervals)(const CounterArgs&, std::int64_t ranks);  // the highest of all, or -1
+    void (*predict_scales)(const CounterArgs&);
+    std::uint64_t (*digest)(const void* data, std::int64_t nbytes, std::uint64_t seed);
 };
 
 }  // namespace gccomm

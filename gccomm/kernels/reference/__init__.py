@@ -14,6 +14,7 @@ maximum is 2**-90 or more, or exactly zero.
 from __future__ import annotations
 
 from gccomm.kernels.reference.chunks import chunk_energies
+from gccomm.kernels.reference.counters import count_intervals, highest_intervals, predict_scales
 from gccomm.kernels.reference.dequantise import (
     block_energy,
     centred_sums,
@@ -21,6 +22,7 @@ from gccomm.kernels.reference.dequantise import (
     dequantise,
     wide_sums,
 )
+from gccomm.kernels.reference.digest import digest
 from gccomm.kernels.reference.energies import encoded_maxima, maxima_and_energies
 from gccomm.kernels.reference.exact import exact_decode, exact_encode
 from gccomm.kernels.reference.floats import float_decode, float_encode
@@ -60,8 +62,10 @@ __all__ = [
     "check_words",
     "chunk_energies",
     "coordinate_hash",
+    "count_intervals",
     "decode",
     "dequantise",
+    "digest",
     "encode",
     "encoded_maxima",
     "exact_decode",
@@ -73,6 +77,7 @@ __all__ = [
     "float_decode",
     "float_encode",
     "fmix",
+    "highest_intervals",
     "hop_fold",
     "indexed_hash",
     "integer_decode",
@@ -85,6 +90,7 @@ __all__ = [
     "nonfinite",
     "pack",
     "padded",
+    "predict_scales",
     "quantise",
     "rotate",
     "saturating_add",
