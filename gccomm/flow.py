@@ -76,6 +76,7 @@ class Board:
         self._counter = self.queue.empty(1, np.uint32)  # of the launches of graphs
         self._counter[...] = 0
         self.counter = self._counter.address
+        kernels.renew(0, 0, self.counter, 0)  # changes nothing: to be loaded before a graph is captured
         self.kept: list[Any] = []  # what graphs need
 
     def doom(self) -> None:

@@ -167,6 +167,7 @@ class Device:
         assert self.cupy.stack(-1).pop() == self.id
 
     def synchronize(self) -> None:
+        assert not self.cupy.capturing, "cudaErrorStreamCaptureUnsupported"
         for stream in list(self.cupy.streams.values()):
             if stream.device == self.id:
                 stream.run_until(lambda: False)
@@ -257,6 +258,8 @@ class FakeCupy:
         self.rooms: list[Any] = []
         self.pinned: list[Any] = []
         self.held = 0
+        self.capturing: set[int] = set()  # streams
+        self.status = 0  # what every query gives instead, once the device has failed
         self.loaded: list[str] = []
         self._local = threading.local()
         for stream in self.defaults:
@@ -280,15 +283,17 @@ class FakeCupy:
             getDeviceCount=self._count,
             pointerGetAttributes=self._attributes,
             memoryTypeDevice=2,
+            memoryTypeManaged=3,
             memcpyHostToDevice=1,
             memcpyDeviceToHost=2,
             memcpyDeviceToDevice=3,
             memcpyAsync=self._copy,
             memcpyPeerAsync=self._copy_peer,
             memsetAsync=self._set,
+            eventQuery=self._query,
             eventRecord=self._record,
             streamWaitEvent=self._wait_event,
-            streamIsCapturing=lambda _stream: False,
+            streamIsCapturing=lambda ptr: ptr in self.capturing,
             streamSynchronize=lambda ptr: self._stream_at(ptr).synchronize(),
         )
 
@@ -323,13 +328,22 @@ class FakeCupy:
     def _stream_at(self, ptr: int) -> Stream:
         return self.defaults[self.device] if ptr in (0, 1) else self.streams[ptr]
 
+    def _here(self, ptr: int) -> Stream:
+        """Return a stream of the current device; a call for another one would make a context on this one."""
+        found = self._stream_at(ptr)
+        assert found.device == self.device, f"a stream of device {found.device}, and {self.device} is current"
+        return found
+
+    def _query(self, event: int) -> int:
+        return self.status or (0 if self.events[event].done else 600)
+
     def _record(self, event: int, stream: int) -> None:
-        self.events[event].mark = Mark(self._stream_at(stream))
+        self.events[event].mark = Mark(self._here(stream))
 
     def _wait_event(self, stream: int, event: int) -> None:
         mark = self.events[event].mark
         assert mark is not None
-        self._stream_at(stream).todo.append(mark.wait)
+        self._here(stream).todo.append(mark.wait)
 
     def _count(self) -> int:
         if self.devices < 0:
@@ -350,15 +364,15 @@ class FakeCupy:
     def _copy(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         ends = [self._attributes(address).type == 2 for address in (source, to)]
         assert ends == [kind in (2, 3), kind in (1, 3)], "a copy in the wrong direction"
-        self._stream_at(stream).todo.append(lambda: OnCpu.copy(to, source, nbytes))
+        self._here(stream).todo.append(lambda: OnCpu.copy(to, source, nbytes))
 
     def _copy_peer(self, to: int, there: int, source: int, here: int, nbytes: int, stream: int) -> None:
         assert [self._attributes(address).device for address in (to, source)] == [there, here]
-        self._stream_at(stream).todo.append(lambda: OnCpu.copy(to, source, nbytes))
+        self._here(stream).todo.append(lambda: OnCpu.copy(to, source, nbytes))
 
     def _set(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
         assert self._attributes(ptr).type == 2
-        self._stream_at(stream).todo.append(lambda: host_bytes(ptr, nbytes).fill(value))
+        self._here(stream).todo.append(lambda: host_bytes(ptr, nbytes).fill(value))
 
     # Arrays
 

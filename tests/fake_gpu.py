@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 
 from tests.cuda_on_cpu import OnCpu
+from tests.fake_arrays import MemoryPointer, Unowned, ndarray
 
-__all__ = ["Action", "Machine", "RuntimeFailure", "Stream", "ndarray"]
+__all__ = ["Action", "Graph", "Machine", "RuntimeFailure", "Stream", "ndarray"]
+
+GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2  # modes of captures, and of threads
 
 POLLS = 3  # how often one has to ask before something moves
 
@@ -41,6 +44,9 @@ class Action:
     def again(self, stream: Stream) -> Action:
         """Return the same for another launch of a graph."""
         return Action(self._work)
+
+    def join(self, graph: Graph) -> None:
+        """Become a part of a graph."""
 
 
 class Mark(Action):
@@ -67,8 +73,8 @@ class Waiting(Action):
 class Capture:
     """Work that is noted and not done: in the order in which it was asked for."""
 
-    def __init__(self, origin: Stream) -> None:
-        self.origin = origin
+    def __init__(self, origin: Stream, mode: int) -> None:
+        self.origin, self.mode, self.thread = origin, mode, threading.get_ident()
         self.actions: list[Action] = []
         self.ahead: set[Stream] = set()  # streams whose work the origin has not waited for
 
@@ -78,6 +84,8 @@ class Graph:
 
     def __init__(self, machine: Machine, actions: list[Action]) -> None:
         self._machine, self.actions = machine, actions
+        for action in actions:
+            action.join(self)
 
     def launch(self, stream: Stream) -> None:
         with self._machine.changed:
@@ -133,17 +141,20 @@ class Stream:
                     assert self.machine.changed.wait(10), "a stream never ends"
 
     def wait_event(self, event: Event) -> None:
-        self.machine.wait_event(self.ptr, event.ptr)
+        with self.machine.cupy.cuda.Device(self.device_id):  # the program's own affair
+            self.machine.wait_event(self.ptr, event.ptr)
 
     def record(self, event: Event | None = None) -> Event:
         event = event or Event(self.machine)
-        self.machine.record(event.ptr, self.ptr)
+        with self.machine.cupy.cuda.Device(self.device_id):
+            self.machine.record(event.ptr, self.ptr)
         return event
 
     def begin_capture(self, mode: int | None = None) -> None:
-        if self.ptr == 0:
+        if self.ptr <= 0:
             raise RuntimeFailure("cudaErrorStreamCaptureUnsupported: the legacy default stream")
-        self.capture = Capture(self)
+        self.capture = Capture(self, RELAXED if mode is None else mode)
+        self.machine.captures.append(self.capture)
 
     def is_capturing(self) -> bool:
         return self.capture is not None
@@ -151,6 +162,7 @@ class Stream:
     def end_capture(self) -> Graph:
         capture = self.capture
         assert capture is not None
+        self.machine.captures.remove(capture)
         for stream in self.machine.streams.values():
             if stream.capture is capture:
                 stream.capture = None
@@ -197,6 +209,7 @@ class Memory:
     """Device memory."""
 
     def __init__(self, machine: Machine, nbytes: int) -> None:
+        machine.require_unhindered("cudaMalloc")
         self._machine, self.size = machine, nbytes
         self._stream = machine.current_stream()
         self.device_id = self._stream.device_id
@@ -226,6 +239,7 @@ class Pinned(np.ndarray[tuple[int], np.dtype[np.uint8]]):
 
     @classmethod
     def of(cls, machine: Machine, nbytes: int) -> Pinned:
+        machine.require_unhindered("cudaHostAlloc")
         made = np.zeros(nbytes, np.uint8).view(cls)
         machine.pinned.append(made.base)
         machine.held += 1
@@ -240,40 +254,6 @@ class Pinned(np.ndarray[tuple[int], np.dtype[np.uint8]]):
         if self.machine is not None:
             np.asarray(self)[:] = 0xEE
             self.machine.held -= 1
-
-
-class Unowned:
-    """Memory that somebody else keeps."""
-
-    def __init__(self, machine: Machine, ptr: int, owner: Any, device_id: int) -> None:
-        self._machine, self.ptr, self.owner, self.device_id = machine, ptr, owner, device_id
-
-
-class MemoryPointer:
-    """An address, and what keeps the memory there."""
-
-    def __init__(self, mem: Any, offset: int) -> None:
-        self.mem, self.ptr = mem, mem.ptr + offset
-
-
-class ndarray:  # noqa: N801
-    """An array on a device, in C order."""
-
-    def __init__(self, shape: Sequence[int], dtype: Any, memptr: Any, strides: Any = None) -> None:
-        self.shape, self.dtype, self.data = tuple(shape), np.dtype(dtype), memptr
-        self.size = int(np.prod(self.shape, dtype=np.int64))
-        plain = np.empty(self.shape, np.void(self.dtype.itemsize).dtype).strides
-        assert strides is None or tuple(strides) == plain
-        self.strides = plain
-        self.device = SimpleNamespace(id=memptr.mem.device_id)
-
-    def host(self) -> Any:
-        """Return the memory itself, whatever is still to be done."""
-        room = (ctypes.c_uint8 * (self.size * self.dtype.itemsize)).from_address(self.data.ptr)
-        return np.frombuffer(room, self.dtype).reshape(self.shape)
-
-
-ndarray.__module__ = "cupy"
 
 
 class Machine:
@@ -294,6 +274,7 @@ class Machine:
         self.events: dict[int, Event] = {}
         self.allocated: list[tuple[Any, int, int]] = []
         self.pinned: list[Any] = []
+        self.captures: list[Capture] = []
         self.held = self.synchronisations = 0
         self.status = 0  # what every query gives instead, once the device has failed
         self._next = 1000
@@ -324,17 +305,39 @@ class Machine:
     def stream_of(self, ptr: int) -> Stream:
         return self.null[self.device()] if ptr == 0 else self.streams[ptr]
 
+    # Captures
+
+    def exchange(self, mode: Any) -> int:
+        """Give this thread another mode, and return the old one, as the driver does."""
+        old = getattr(self._local, "mode", GLOBAL)
+        self._local.mode, mode._obj.value = mode._obj.value, old
+        return 0
+
+    def require_unhindered(self, what: str) -> None:
+        """Raise RuntimeFailure where a capture forbids a call to this thread."""
+        mode = getattr(self._local, "mode", GLOBAL)
+        for one in self.captures if mode != RELAXED else ():
+            own = one.thread == threading.get_ident()
+            if (own and one.mode != RELAXED) or (mode == GLOBAL and one.mode == GLOBAL):
+                raise RuntimeFailure(f"cudaErrorStreamCaptureUnsupported: {what}")
+
+    def require_current(self, stream: Stream) -> None:
+        """Raise AssertionError where a call makes a context on a device that it is not for."""
+        assert stream.device_id == self.device(), f"device {self.device()} is current"
+
     # The runtime
 
     def record(self, event: int, stream: int) -> None:
         with self.changed:
             found = self.stream_of(stream)
+            self.require_current(found)
             mark = self.events[event].mark = Mark(found, found.capture)
             found.put(mark)
 
     def wait_event(self, stream: int, event: int, flags: int = 0) -> None:
         with self.changed:
             mark, found = self.events[event].mark, self.stream_of(stream)
+            self.require_current(found)
             if mark is None:
                 return
             if mark.capture is not None:
@@ -348,11 +351,13 @@ class Machine:
 
     def query(self, event: int) -> int:
         with self.changed:
+            self.require_unhindered("cudaEventQuery")
             if self.status:
                 return self.status
             mark = self.events[event].mark
             if mark is None:
                 return 0
+            self.require_current(mark.stream)
             if mark.capture is not None:
                 return 907
             mark.polls += 1
@@ -369,6 +374,7 @@ class Machine:
             "a copy in the wrong direction"
         )
         with self.changed:
+            self.require_current(self.stream_of(stream))
             self.stream_of(stream).put(Action(lambda: OnCpu.copy(to, source, nbytes)))
 
     def count(self) -> int:
@@ -389,6 +395,7 @@ class Machine:
             getDeviceProperties=lambda n: {"uuid": bytes([n] * 16), "name": b"fake"},
             pointerGetAttributes=lambda at: SimpleNamespace(type=2 if self.owns(at) else 0, device=0),
             memoryTypeDevice=2,
+            memoryTypeManaged=3,
             memcpyHostToDevice=1,
             memcpyDeviceToHost=2,
             memcpyDeviceToDevice=3,
@@ -417,6 +424,7 @@ class Machine:
 
     def set(self, at: int, value: int, nbytes: int, stream: int) -> None:
         with self.changed:
+            self.require_current(self.stream_of(stream))
             self.stream_of(stream).put(Action(lambda: ctypes.memset(at, value, nbytes) and None))
 
     # Arrays

@@ -12,11 +12,13 @@ import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import ml_dtypes
 import numpy as np
 
-from tests.fake_gpu import Action, Machine, Stream, ndarray
+from gccomm.kernels.cuda import capture
+from tests.fake_gpu import Action, Graph, Machine, Stream, ndarray
 
 __all__ = ["FakeNccl", "install"]
 
@@ -117,6 +119,7 @@ class Comm:
         self.aborted = self.destroyed = False
         self.asynchronous: int = 0
         self.log: list[tuple[Any, ...]] = []
+        self.graphs: WeakSet[Graph] = WeakSet()
         self.splits = 0
 
     def enqueue(self, asked: Asked, stream: int) -> None:
@@ -158,9 +161,18 @@ class Comm:
         with self.group.machine.changed:
             self.aborted = True
             self.group.machine.changed.notify_all()
+            self._outlive_graphs()
 
     def destroy(self) -> None:
-        self.destroyed = True
+        with self.group.machine.changed:
+            self._outlive_graphs()
+            self.destroyed = True
+
+    def _outlive_graphs(self) -> None:
+        """Wait, as NCCL does, until no graph has operations of this communicator: one rank has none."""
+        if self.group.size > 1:
+            while self.graphs:
+                self.group.machine.changed.wait(0.01)
 
 
 class Captured(Action):
@@ -172,6 +184,9 @@ class Captured(Action):
 
     def again(self, stream: Stream) -> Action:
         return Operation(self._comm, stream, self._asked)
+
+    def join(self, graph: Graph) -> None:
+        self._comm.graphs.add(graph)
 
 
 class FakeNccl:
@@ -367,5 +382,6 @@ def install(patch: Any, machine: Machine, wrapper: str = "cupy") -> FakeNccl:
     }
     for name, module in modules.items():
         patch.setitem(__import__("sys").modules, name, module)
+    patch.setattr(capture, "_exchange", lambda: machine.exchange)
     patch.setenv("GCCOMM_NCCL", "nccl4py" if wrapper == "nccl4py" else "cupy")
     return found

@@ -301,7 +301,7 @@ def test_a_handover_that_nobody_takes_is_waited_for(cupy: FakeCupy) -> None:
     found = view(x)
     order.begin([found])
     queue = found.data.queue
-    handover = order.Handover([("cupy", found.data)], [queue], x)
+    handover = order.Handover([("cupy", found.data)], [queue], [found])
     stream = cupy.streams[queue.stream]
     assert stream.todo
     del handover

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 import gccomm
 from gccomm.communicator import Communicator
-from tests.fake_gpu import Action
+from tests.fake_gpu import GLOBAL, Action
 from tests.nccl_site import FLOWING, Site, all_raise, same, site
 
 __all__ = ["site"]
@@ -21,7 +22,14 @@ class Captured:
     """A step of a reducer in a graph, on one rank."""
 
     def __init__(
-        self, site: Site, comm: Communicator, codec: str, x: np.ndarray, *, feedback: bool = False
+        self,
+        site: Site,
+        comm: Communicator,
+        codec: str,
+        x: np.ndarray,
+        *,
+        feedback: bool = False,
+        mode: int | None = None,
     ) -> None:
         self.site, cupy = site, site.machine.cupy
         self.stream = site.machine.current_stream(comm.rank)
@@ -31,7 +39,7 @@ class Captured:
             self.reducer(self.input)
         comm.synchronize()
         del cupy
-        self.stream.begin_capture()
+        self.stream.begin_capture(mode)
         self.output = self.reducer(self.input)
         self.graph = self.stream.end_capture()
 
@@ -149,3 +157,49 @@ def test_a_layout_that_is_not_known_cannot_be_captured(site: Site) -> None:
         comm.compressed_allreduce(x, codec="uniform")
 
     site.run(2, program)
+
+
+def test_captures_of_any_mode_are_left_whole(site: Site) -> None:
+    """CUDA's default mode, which is PyTorch's, forbids all threads to allocate and to ask for events."""
+
+    def program(comm: Communicator) -> Any:
+        captured = Captured(site, comm, "uniform", draws(0, 0), feedback=True, mode=GLOBAL)
+        found = captured.launch(draws(1, 0))
+        eager, watchdog = site.there(draws(2, 0), 0), comm._backend.channel.watchdog
+        comm.compressed_allreduce(eager, codec="uniform")
+        captured.stream.begin_capture(GLOBAL)  # of something else
+        end = time.monotonic() + 10
+        while watchdog.on_their_way and time.monotonic() < end:  # its thread asks for events
+            time.sleep(0.01)
+        assert watchdog.on_their_way == 0
+        captured.stream.end_capture()
+        comm.synchronize()
+        return found
+
+    (found,) = site.run(1, program)
+    assert np.linalg.norm(found - draws(1, 0)) < 0.02 * np.linalg.norm(found)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_communicators_end_though_graphs_live(site: Site, broken: bool) -> None:
+    """NCCL frees a communicator when the last graph of it has gone, and waits as long."""
+    kept: list[Any] = []
+    channels: list[Any] = []
+
+    def program(comm: Communicator) -> Any:
+        kept.append(Captured(site, comm, "uniform", draws(0, comm.rank)).graph)
+        channels.append(comm._backend.channel)
+        if broken:
+            comm._backend.abort("the test wants it")
+
+    site.run(2, program, closes=not broken)
+    comms = [comm for comm in site.nccl.comms if comm.graphs]
+    assert len(comms) == 2
+    assert not any(comm.destroyed for comm in comms)
+    assert all(comm.aborted == broken for comm in comms)
+    kept.clear()
+    gc.collect()
+    end = time.monotonic() + 10
+    while any(comm.graphs or not (comm.destroyed or broken) for comm in comms) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert all(comm.destroyed != broken for comm in comms)

@@ -11,6 +11,7 @@ from typing import Any
 
 from gccomm.backends import Patience
 from gccomm.errors import BackendError
+from gccomm.kernels.cuda.capture import relaxed
 from gccomm_nccl.joining import Peers
 from gccomm_nccl.library import Comm, Library, import_cupy
 from gccomm_nccl.watchdog import Flight, Watchdog
@@ -76,12 +77,22 @@ class Channel:
         self.captured: list[Any] = []  # what graphs need, which may be launched at any time
         self._error: BaseException | None = None  # until somebody has seen it
         self._failing = threading.Lock()
-        self.watchdog = Watchdog(self.patience, self.done, self._failure, self.fail)
+        self._freeing = threading.Lock()  # nobody asks a communicator that is being freed
+        self.watchdog = Watchdog(self.patience, self.done, self._failure, self.fail, self._within)
         if peers is not None:
             self.watchdog.start()  # the others count on being told when a process has gone
 
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        """Have a thread work on this device only, and disturb no capture of a graph."""
+        with self.device, relaxed():
+            yield
+
     def done(self, event: Any) -> bool:
-        """Return whether the device has come to an event; BackendError where it has failed."""
+        """Return whether the device has come to an event; BackendError where it has failed.
+
+        Within :meth:`_within`.
+        """
         status = int(self.runtime.eventQuery(event.ptr))
         if status not in (_READY, _NOT_READY):
             raise BackendError(
@@ -147,7 +158,8 @@ class Channel:
             The channel is, or becomes, broken.
         """
         try:
-            self._wait(event, name)
+            with self._within():
+                self._wait(event, name)
         except BaseException as error:
             self.fail(error)
             self._error = None  # raised here
@@ -190,8 +202,27 @@ class Channel:
             doom()
         if self.peers is not None:
             self.peers.warn(self.broken)
+        self._free(self._abort)
+
+    def _abort(self) -> None:
         with suppress(Exception):  # it is given up, whatever NCCL says of that
             self.comm.abort()
+
+    def _free(self, end: Callable[[], None]) -> None:
+        """Abort or destroy the communicator. NCCL comes back from that only when no graph has parts of it any
+        more: then a thread waits, and keeps the graphs' memory as long.
+        """
+        graphs, self.captured = self.captured, []
+
+        def run() -> None:
+            with self._freeing:
+                end()
+            graphs.clear()
+
+        if graphs:
+            threading.Thread(target=run, name="gccomm NCCL end", daemon=True).start()
+        else:
+            run()
 
     def _failure(self) -> str | None:
         for look in self.looks:
@@ -199,7 +230,12 @@ class Channel:
                 raise found
         if self.peers is not None and (lost := self.peers.lost()) is not None:
             return f"rank {self.comm.rank}: {lost}"
-        failed = self.comm.failure()
+        if not self._freeing.acquire(blocking=False):
+            return None
+        try:
+            failed = None if self.broken is not None else self.comm.failure()
+        finally:
+            self._freeing.release()
         return None if failed is None else f"rank {self.comm.rank}: NCCL has failed: {failed}"
 
     def release(self, finish: Callable[[], None]) -> None:
@@ -214,7 +250,6 @@ class Channel:
         if whole:
             self.broken = "it is closed"
             if self._frees:
-                self.comm.destroy()
+                self._free(self.comm.destroy)
         if self.peers is not None and self._owns:
             self.peers.close(whole=whole)
-        self.captured.clear()

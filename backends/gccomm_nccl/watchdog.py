@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from gccomm.backends import Patience, Wait
@@ -49,6 +49,8 @@ class Watchdog:
         What has failed meanwhile, as text, or None; called in the watchdog's thread.
     fail : callable
         Takes the error that ends everything.
+    within : callable
+        Returns the context that its thread is in.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Watchdog:
         done: Callable[[Any], bool],
         failure: Callable[[], str | None],
         fail: Callable[[BaseException], None],
+        within: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._patience, self._done, self._failure, self._fail = patience, done, failure, fail
+        self._within = within
         self._flights: deque[Flight] = deque()
         self._call: Wait | None = None  # of the thread that is within NCCL
         self._changed = threading.Condition()
@@ -115,6 +119,10 @@ class Watchdog:
         return len(self._flights)
 
     def _run(self) -> None:
+        with self._within():
+            self._loop()
+
+    def _loop(self) -> None:
         while True:
             with self._changed:
                 if not self._over:

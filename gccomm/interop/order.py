@@ -136,13 +136,18 @@ class Handover:
         Memory that results are in, and the library that they are made of ("": one that reads DLPack).
     queues : sequence of Queue
         All that the call has used.
-    keep : object
-        Memory of the caller's that is used until then.
+    keep : nested sequences of View or None
+        Memory of the caller's that is used until then; that of libraries whose streams are not known, until
+        the queues have done all they have to do by now.
     """
 
     def __init__(self, arrays: Iterable[tuple[str, DeviceArray]], queues: Sequence[Queue], keep: Any) -> None:
         self._arrays, self._keep, self._taken = list(arrays), keep, False
         self._ends = {queue.number: queue.record() for queue in queues}
+        for queue in queues:
+            lent = [(v.data, v.owner, v._source) for v in _views(keep) if _lent(v, queue)]
+            if lent and not queue.capturing():  # what a graph uses is kept elsewhere
+                queue.keep(self._ends[queue.number], lent)
 
     def __call__(self) -> None:
         """Let the streams that are current in this thread come after the results."""
@@ -167,6 +172,22 @@ class Handover:
             return
         for event in self._ends.values():
             event.synchronize()
+
+
+def _views(keep: Any) -> Iterable[Any]:
+    """Return the views in nested lists and tuples."""
+    if isinstance(keep, (list, tuple)):
+        for part in keep:
+            yield from _views(part)
+    elif keep is not None:
+        yield keep
+
+
+def _lent(view: Any, queue: Queue) -> bool:
+    """Whether a library that knows nothing of the queue's stream may use a view's memory again as soon as the
+    view is let go of.
+    """
+    return view._source is not None and view._source.library == "" and view.data.queue is queue
 
 
 class Handovers:

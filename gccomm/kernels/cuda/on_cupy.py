@@ -65,8 +65,9 @@ class CupyLauncher(Launcher):
 
     def owns(self, address: int) -> bool:
         """Return whether this is memory of a device."""
-        attributes = self._runtime.pointerGetAttributes(address)
-        return bool(attributes.type == self._runtime.memoryTypeDevice)
+        with self._device:
+            kind = self._runtime.pointerGetAttributes(address).type
+        return kind in (self._runtime.memoryTypeDevice, self._runtime.memoryTypeManaged)
 
     def take(self, nbytes: int, *, zero: bool = False) -> int:
         """Return memory of the device from CuPy's pool."""
@@ -87,7 +88,7 @@ class CupyLauncher(Launcher):
 
     def clear(self, address: int, nbytes: int) -> None:
         """Fill with zeros in the order of the stream."""
-        self._runtime.memsetAsync(address, 0, nbytes, self.queue.stream)
+        self.queue.fill(address, nbytes)
 
     def launch(self, name: str, blocks: int, args: list[np.generic]) -> None:
         """Start a kernel; the first one compiles all of them, unless they are on disk."""

@@ -17,9 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gccomm.errors import BackendError
+from gccomm.kernels.cuda.capture import relaxed
+
 __all__ = ["DeviceArray", "Loan", "Queue", "Strided"]
 
 _ITEMS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
+_READY, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
+_PER_THREAD = 2  # the handle of the default stream of whichever thread it is used in
 
 
 class Strided(NamedTuple):
@@ -55,11 +60,14 @@ class Loan:
     def __del__(self) -> None:
         if sys is None or sys.is_finalizing():
             return
-        if self.anywhere:
-            self._queue.parked.append(self._memory)
+        queue = self._queue
+        # A thread's own default stream is another one here, and a graph has no place for what is not its own.
+        unknown = self.anywhere or _PER_THREAD in self.streams
+        if unknown or any(queue.capturing(stream) for stream in self.streams):
+            queue.parked.append(self._memory)
             return
         for stream in self.streams:
-            self._queue.follow(stream)
+            queue.follow(stream)
 
 
 class DeviceArray:
@@ -165,7 +173,7 @@ class Queue:
         "cuda:<number>".
     stream : int
         Address of the stream, which does not wait for the default stream.
-    parked : list
+    parked : deque
         Memory whose last users are not known; used again when the device has done all it had to.
     """
 
@@ -176,9 +184,9 @@ class Queue:
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self.stream = int(self._stream.ptr)
-        self.parked: list[Any] = []
+        self.parked: deque[Any] = deque()
         self._local = _Local()
-        self._flying: deque[tuple[Any, list[Any]]] = deque()  # host memory that copies may still read
+        self._flying: deque[tuple[Any, Any]] = deque()  # memory that the device may still read
 
     def current(self) -> ExitStack:
         """Return the context in which CuPy uses this device and stream."""
@@ -198,7 +206,8 @@ class Queue:
 
     def after(self, event: Any) -> None:
         """Let all that is asked for later come after an event."""
-        self._runtime.streamWaitEvent(self.stream, event.ptr)
+        with self._device:
+            self._runtime.streamWaitEvent(self.stream, event.ptr)
 
     def follow(self, stream: int) -> None:
         """Let all that is asked for later come after what a stream has to do by now."""
@@ -219,11 +228,20 @@ class Queue:
         go_on = self._local.go_on
         if go_on is not None and go_on():
             event = self.record()
-            while not event.done:
+            while not self._come(event):
                 go_on()
         else:
-            self._stream.synchronize()
+            with self._device:
+                self._stream.synchronize()
         self._land()
+
+    def _come(self, event: Any) -> bool:
+        """Return whether the device has come to an event; BackendError where it has failed."""
+        with self._device, relaxed():
+            status = int(self._runtime.eventQuery(event.ptr))
+        if status not in (_READY, _NOT_READY):
+            raise BackendError(f"the CUDA device {self.number} failed: error {status}")
+        return status == _READY
 
     def meanwhile(self, go_on: Callable[[], bool] | None) -> None:
         """Have waits of this thread call a function, as long as it returns that something is on its way."""
@@ -233,11 +251,12 @@ class Queue:
 
     def allocate(self, nbytes: int) -> Any:
         """Return memory from the pool: an object with ``ptr``, given back when it is let go of."""
-        if self.parked:
-            parked, self.parked = self.parked, []
+        waiting = len(self.parked)
+        if waiting and not self.capturing():
             self._device.synchronize()
-            parked.clear()
-        with self.current():
+            for _ in range(waiting):  # of those that were there before
+                self.parked.popleft()
+        with self.current(), relaxed():
             return self._cupy.cuda.alloc(max(nbytes, 1))
 
     def empty(self, size: int, dtype: Any) -> DeviceArray:
@@ -252,15 +271,21 @@ class Queue:
         """Return memory that this thread has until :meth:`finish`."""
         memory = self.allocate(nbytes)
         if zero:
-            self._runtime.memsetAsync(int(memory.ptr), 0, nbytes, self.stream)
+            self.fill(int(memory.ptr), nbytes)
         self._local.taken.append(memory)
         return int(memory.ptr)
 
     # Graphs
 
-    def capturing(self) -> bool:
-        """Return whether what is asked for now goes into a graph, and is not done."""
-        return bool(self._runtime.streamIsCapturing(self.stream))
+    def capturing(self, stream: int | None = None) -> bool:
+        """Return whether what a stream, by default the queue's own, is asked for now goes into a graph, and
+        is not done. Never what the default stream is.
+        """
+        asked = self.stream if stream is None else stream
+        if asked in (0, 1):
+            return False
+        with self._device:
+            return bool(self._runtime.streamIsCapturing(asked))
 
     @property
     def counter(self) -> int:
@@ -283,7 +308,7 @@ class Queue:
             local.held += local.pinned + local.taken
             local.pinned = []
         if local.pinned:
-            self._flying.append((self.record(), local.pinned))
+            self.keep(self.record(), local.pinned)
             local.pinned = []
         local.taken.clear()
         if wait:
@@ -291,21 +316,23 @@ class Queue:
         else:
             self._land()
 
+    def keep(self, event: Any, used: Any) -> None:
+        """Keep what the device may use until it has come to an event of this queue's."""
+        self._flying.append((event, used))
+
     def _land(self) -> None:
         while self._flying:
             try:
-                event, pinned = self._flying.popleft()
+                event, used = self._flying.popleft()
             except IndexError:  # another thread's
                 return
-            if not event.done:
-                self._flying.appendleft((event, pinned))
+            if not self._come(event):
+                self._flying.appendleft((event, used))
                 return
 
     def pinned_bytes(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return pinned memory of the host, of no known content."""
-        with self._device:
-            memory = self._cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
-        return np.frombuffer(memory, np.uint8, nbytes)
+        return np.frombuffer(self.pinned(max(nbytes, 1)), np.uint8, nbytes)
 
     # Copies
 
@@ -313,17 +340,15 @@ class Queue:
         """Copy from the host, by way of pinned memory, so that ``source`` may change afterwards."""
         if source.nbytes == 0:
             return
-        pinned = self._cupy.cuda.alloc_pinned_memory(source.nbytes)
+        pinned = self.pinned(source.nbytes)
         ctypes.memmove(pinned.ptr, source.ctypes.data, source.nbytes)
         self._local.pinned.append(pinned)
-        kind = self._runtime.memcpyHostToDevice
-        self._runtime.memcpyAsync(to, pinned.ptr, source.nbytes, kind, self.stream)
+        self._copy(to, pinned.ptr, source.nbytes, self._runtime.memcpyHostToDevice)
 
     def download(self, to: npt.NDArray[np.uint8], source: int) -> None:
         """Copy to the host, whose memory holds it after :meth:`wait`."""
         if to.nbytes:
-            kind = self._runtime.memcpyDeviceToHost
-            self._runtime.memcpyAsync(to.ctypes.data, source, to.nbytes, kind, self.stream)
+            self._copy(to.ctypes.data, source, to.nbytes, self._runtime.memcpyDeviceToHost)
 
     def copy(self, to: DeviceArray, source: DeviceArray) -> None:
         """Copy within the device, or from another one, which is waited for first."""
@@ -333,29 +358,39 @@ class Queue:
             self.after(source.queue.record())
             source.queue.after(self._copied(to, source))
         else:
-            kind = self._runtime.memcpyDeviceToDevice
-            self._runtime.memcpyAsync(to.address, source.address, to.nbytes, kind, self.stream)
+            self.move(to.address, source.address, to.nbytes)
 
     def _copied(self, to: DeviceArray, source: DeviceArray) -> Any:
         places = to.address, self.number, source.address, source.queue.number
-        self._runtime.memcpyPeerAsync(*places, to.nbytes, self.stream)
+        with self._device:
+            self._runtime.memcpyPeerAsync(*places, to.nbytes, self.stream)
         return self.record()
 
     def move(self, to: int, source: int, nbytes: int) -> None:
         """Copy bytes within the device."""
         if nbytes:
-            kind = self._runtime.memcpyDeviceToDevice
+            self._copy(to, source, nbytes, self._runtime.memcpyDeviceToDevice)
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
+        # With the device current, as in all of this class: a thread's first call of CUDA's makes a context on
+        # the current device, which takes half a gigabyte of device 0 where that is another one.
+        with self._device:
             self._runtime.memcpyAsync(to, source, nbytes, kind, self.stream)
 
     def pinned(self, nbytes: int) -> Any:
         """Return memory of the host that the device can use by the same address: an object with ``ptr``."""
-        with self._device:
+        with self._device, relaxed():
             return self._cupy.cuda.alloc_pinned_memory(nbytes)
 
     def clear(self, array: DeviceArray) -> None:
         """Fill with zeros."""
         if array.nbytes:
-            self._runtime.memsetAsync(array.address, 0, array.nbytes, self.stream)
+            self.fill(array.address, array.nbytes)
+
+    def fill(self, address: int, nbytes: int) -> None:
+        """Fill bytes with zeros."""
+        with self._device:
+            self._runtime.memsetAsync(address, 0, nbytes, self.stream)
 
     def gather(self, to: DeviceArray, source: Strided) -> None:
         """Copy elements into flat memory, in C order."""
