@@ -46,31 +46,36 @@ def reduce_on_device(
 ) -> None:
     """Reduce buffers in a device's memory by MPI's own all-reduce, after what their streams have to do.
 
-    MPI's own operations alone: those of gccomm's are functions of the host's.
+    By the blocking one: Open MPI's MPI_Iallreduce reads device memory as if it were the host's. What other
+    ranks are waited for, with a limit, is a barrier before it. MPI's own operations alone: those of gccomm's
+    are functions of the host's.
     """
-    from gccomm.kernels.cuda.on_cupy import synchronize
+    from gccomm.kernels.cuda.on_cupy import device_at, synchronize
 
-    for stream in {send.stream, recv.stream}:
-        synchronize(stream)
     item = operator.datatype.Get_size()
     step = _MOST_BYTES // item
-    for lo in range(0, recv.size, step):
-        count = min(step, recv.size - lo)
-        target = [_memory(recv.address + lo * item, count * item), count, operator.datatype]
-        source: Any = MPI.IN_PLACE
-        if send.address != recv.address:
-            source = [_memory(send.address + lo * item, count * item), count, operator.datatype]
-        channel.complete(channel.comm.Iallreduce(source, target, operator.op), name)
+    with device_at(recv.address):
+        for stream in {send.stream, recv.stream}:
+            synchronize(stream)
+        channel.complete(channel.comm.Ibarrier(), name)
+        for lo in range(0, recv.size, step):
+            count = min(step, recv.size - lo)
+            target = [_memory(recv.address + lo * item, count * item), count, operator.datatype]
+            source: Any = MPI.IN_PLACE
+            if send.address != recv.address:
+                source = [_memory(send.address + lo * item, count * item), count, operator.datatype]
+            channel.comm.Allreduce(source, target, operator.op)
 
 
 def reduce_by_host(send: DeviceBuffer, recv: DeviceBuffer, operator: Operator, reduce: Any) -> None:
     """Reduce buffers by a function on two arrays of the host, to which and from which they are copied."""
-    from gccomm.kernels.cuda.on_cupy import copy_from, copy_to
+    from gccomm.kernels.cuda.on_cupy import copy_from, copy_to, device_at
 
     words = np.empty(recv.size, np.dtype(f"u{operator.datatype.Get_size()}"))
-    copy_from(words, send.address, send.stream)
-    reduce(words, words)
-    copy_to(recv.address, words, recv.stream)
+    with device_at(recv.address):
+        copy_from(words, send.address, send.stream)
+        reduce(words, words)
+        copy_to(recv.address, words, recv.stream)
 
 
 def _memory(address: int, nbytes: int) -> Any:

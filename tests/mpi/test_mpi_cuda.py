@@ -52,6 +52,28 @@ def test_buffers_are_reduced_after_what_their_stream_has_to_do(
         assert cupy.asnumpy(array).tobytes() == expected.tobytes()
 
 
+class Noted:
+    """A communicator whose methods are noted by name."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.names = comm, []
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.append(name)
+        return getattr(self.comm, name)
+
+
+def test_no_reduction_that_does_not_block_gets_memory_of_a_device(
+    backend: Any, cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI's would read it as the host's, and fault."""
+    noted = Noted(backend._channel.comm)
+    monkeypatch.setattr(backend._channel, "comm", noted)
+    array = on_device(cupy, np.ones(70, np.uint32))
+    backend.sum_words(Buffer(array.data.ptr, 70, cupy.current().ptr))
+    assert noted.names == ["Ibarrier", "Allreduce"]  # of which the first one may be waited for with a limit
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 def test_floats(dtype: str, backend: Any, world: Any, cupy: FakeCupy) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")

@@ -19,6 +19,7 @@ __all__ = [
     "copy_from",
     "copy_to",
     "current_device",
+    "device_at",
     "device_kernels",
     "device_of",
     "forget_devices",
@@ -147,13 +148,18 @@ def device_of(address: int) -> int:
     return int(_cupy().cuda.runtime.pointerGetAttributes(address).device)
 
 
+def device_at(address: int) -> Any:
+    """Return the device whose memory is at an address, as a context in which it is the current one."""
+    return _cupy().cuda.Device(device_of(address))
+
+
 def synchronize(stream: int) -> None:
-    """Let the host wait until a stream has done all it has to do by now."""
+    """Let the host wait until a stream of the current device has done all it has to do by now."""
     _cupy().cuda.runtime.streamSynchronize(stream)
 
 
 def copy_from(to: npt.NDArray[Any], source: int, stream: int) -> None:
-    """Copy device memory to an array of the host, after what a stream has to do by now; waits."""
+    """Copy memory of the current device to an array of the host, after what a stream has to do; waits."""
     runtime = _cupy().cuda.runtime
     if to.nbytes:
         runtime.memcpyAsync(to.ctypes.data, source, to.nbytes, runtime.memcpyDeviceToHost, stream)
@@ -161,7 +167,7 @@ def copy_from(to: npt.NDArray[Any], source: int, stream: int) -> None:
 
 
 def copy_to(to: int, source: npt.NDArray[Any], stream: int) -> None:
-    """Copy an array of the host to device memory, before what a stream is asked for later; waits."""
+    """Copy an array of the host to memory of the current device, before what a stream does later; waits."""
     runtime = _cupy().cuda.runtime
     if source.nbytes:
         runtime.memcpyAsync(to, source.ctypes.data, source.nbytes, runtime.memcpyHostToDevice, stream)
