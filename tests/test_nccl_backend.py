@@ -363,6 +363,16 @@ def test_a_missing_library_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPa
         assert 'pip install "gccomm[nccl12]"' in str(result)
 
 
+def test_what_one_dtype_needs_is_missed_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a sum of bfloat16 it would break the communicator."""
+    install(monkeypatch, Machine(2), "nccl4py")
+    monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
+    for result in on_ranks(2, lambda backend: None):
+        assert isinstance(result, BackendError)
+        assert "cannot use nccl4py: its bfloat16 needs ml_dtypes" in str(result)
+        assert "GCCOMM_NCCL=cupy" in str(result)
+
+
 @pytest.mark.parametrize(
     ("count", "text"),
     [

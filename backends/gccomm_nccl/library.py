@@ -209,13 +209,14 @@ class Nccl4py:
     Raises
     ------
     ImportError
-        It, or CuPy, or NCCL, is not installed.
+        It, CuPy, NCCL or ml_dtypes is not installed.
     """
 
     name = "nccl4py"
 
     def __init__(self) -> None:
         self._cupy = import_cupy()
+        _bfloat16()  # now, when all ranks are told of it, and not in the middle of a call
         from nccl import core
 
         self._core = core
@@ -300,15 +301,14 @@ def _installed(module: str) -> bool:
 
 def _numpy(dtype: str) -> Any:
     """Return a dtype that nccl4py knows."""
-    if dtype != "bfloat16":
-        return dtype
+    return _bfloat16() if dtype == "bfloat16" else dtype
+
+
+def _bfloat16() -> Any:
     try:
         import ml_dtypes
     except ImportError as error:
-        msg = (
-            f"sums of bfloat16 through nccl4py need ml_dtypes ({error}): install it, or set GCCOMM_NCCL=cupy"
-        )
-        raise BackendError(msg) from error
+        raise ImportError(f"its bfloat16 needs ml_dtypes ({error}): pip install ml_dtypes") from error
     return ml_dtypes.bfloat16
 
 
