@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -130,6 +131,9 @@ class OnCpu(Launcher):
         RuntimeError
             Its threads do not meet at a barrier.
         """
+        wanted = _parameters().get(name)
+        found = [np.asarray(arg).dtype.name for arg in args]
+        assert wanted in (None, found), f"{name} takes {wanted}, got {found}"  # a launch copies their bytes
         held = [np.array(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(held))(*(arg.ctypes.data for arg in held))
         seed = sum(self.launches.values())
@@ -141,6 +145,17 @@ class OnCpu(Launcher):
 
     def finish(self, *, wait: bool) -> None:
         self._taken.clear()
+
+
+@lru_cache(maxsize=1)
+def _parameters() -> dict[str, list[str]]:
+    """Return the dtypes of the parameters of each kernel, as its text declares them; uint64 for pointers."""
+    names = {"i64": "int64", "i32": "int32", "u32": "uint32"}
+    found = {}
+    for name, text in re.findall(r"^KERNEL (\w+)\(([^)]*)\)", cuda.source(), re.MULTILINE):
+        parts = [part.split() for part in text.split(",")]
+        found[name] = ["uint64" if "*" in " ".join(part) else names[part[0]] for part in parts]
+    return found
 
 
 @lru_cache(maxsize=1)
