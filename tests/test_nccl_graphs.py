@@ -12,7 +12,8 @@ import pytest
 
 import gccomm
 from gccomm.communicator import Communicator
-from tests.fake_gpu import GLOBAL, Action
+from tests.fake_gpu import GLOBAL, Action, ndarray
+from tests.gpu.programs import launched
 from tests.nccl_site import FLOWING, Site, all_raise, same, site
 
 __all__ = ["site"]
@@ -203,3 +204,17 @@ def test_communicators_end_though_graphs_live(site: Site, broken: bool) -> None:
     while any(comm.graphs or not (comm.destroyed or broken) for comm in comms) and time.monotonic() < end:
         time.sleep(0.01)
     assert all(comm.destroyed != broken for comm in comms)
+
+
+def test_the_program_of_ranks_on_a_gpu_launches_a_graph(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy, machine = site.machine.cupy, site.machine
+
+    def doubled(array: ndarray, factor: int) -> ndarray:
+        memory = array.host()
+        with machine.changed:
+            machine.current_stream().put(Action(lambda: np.multiply(memory, factor, out=memory)))
+        return array
+
+    monkeypatch.setattr(cupy, "full", lambda *what: cupy.asarray(np.full(*what)), raising=False)
+    monkeypatch.setattr(ndarray, "__imul__", doubled, raising=False)
+    site.run(2, lambda comm: launched(comm, cupy))

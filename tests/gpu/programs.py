@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gccomm_launch.doctor_trials import device_of
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: gccomm is the one that is installed
 
@@ -85,18 +87,42 @@ def assert_alike(found: Any, want: Any, exact: bool, what: str) -> None:
     np.testing.assert_allclose(ours, theirs, atol=atol, rtol=0.02, err_msg=what)
 
 
+def launched(comm: gccomm.Communicator, cupy: Any) -> Any:
+    """Capture a step, launch it three times, and return the graph; AssertionError where sums are wrong."""
+    reducer = gccomm.Reducer("uniform", comm=comm, op="sum", error_feedback=False)
+    stream, x = cupy.cuda.get_current_stream(), {"w": cupy.full(5000, comm.rank + 1, np.float32)}
+    for _ in range(4):  # the first three are measured
+        reducer(x)
+    comm.synchronize()
+    stream.begin_capture()
+    y = reducer(x)["w"]
+    graph = stream.end_capture()
+    for _ in range(3):
+        x["w"] *= 2
+        graph.launch(stream)
+    found = cupy.asnumpy(y)
+    comm.synchronize()
+    np.testing.assert_allclose(found, 4 * comm.size * (comm.size + 1), rtol=0.02)
+    return graph
+
+
 def main(backend: str) -> None:
-    """Compare all codecs on the ranks of a job that may share a GPU."""
+    """Compare all codecs on the ranks of a job that may share a GPU; over NCCL launch a graph, and close the
+    communicator before it.
+    """
     import cupy
 
     comm = gccomm.init(backend=backend)
     count = cupy.cuda.runtime.getDeviceCount()
+    place = device_of(comm.local_rank, count, os.environ.get("GCCOMM_CUDA_DEVICE"))
     codecs = [codec for codec in ALL_CODECS if backend == "mpi" or not own_operation(codec)]
-    with cupy.cuda.Device(comm.local_rank % count), cupy.cuda.Stream(non_blocking=True):
+    with cupy.cuda.Device(place), cupy.cuda.Stream(non_blocking=True):
         for codec in codecs:
             compare(comm, codec, cupy)
-    print(f"rank {comm.rank} of {comm.size}: {len(codecs)} codecs", flush=True)
+        graph = launched(comm, cupy) if backend == "nccl" else None
     comm.close()
+    del graph
+    print(f"rank {comm.rank} of {comm.size}: {len(codecs)} codecs", flush=True)
 
 
 if __name__ == "__main__":
