@@ -65,6 +65,8 @@ class Boards:
     def wait(self) -> Generator[Transfer, None, Outcome]:
         """Return a call without transfers that waits for the devices."""
         for board in self.found.values():
+            if board.kept:  # graphs, which are launched on streams of the program's own
+                self.backend.watched("launches of graphs", board.queue.wait_for_device)
             board.wait()
         yield from ()
         return Outcome()

@@ -160,6 +160,39 @@ def test_a_layout_that_is_not_known_cannot_be_captured(site: Site) -> None:
     site.run(2, program)
 
 
+def test_synchronize_waits_for_launches(site: Site) -> None:
+    """They are on the program's stream, which nobody else has waited for when what is wrong is asked for."""
+
+    def program(comm: Communicator) -> Any:
+        captured = Captured(site, comm, "uniform", draws(0, comm.rank))
+        if comm.rank == 1:
+            return comm.compressed_allreduce(site.there(np.ones(9000, np.float32), 1), codec="uniform")
+        captured.graph.launch(captured.stream)
+        return comm.synchronize()
+
+    results = all_raise(site, 2, program)
+    assert all(isinstance(result, gccomm.MismatchError) for result in results)
+
+
+def test_launches_that_others_do_not_make_come_to_an_end(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread watches them; what waits for them is watched."""
+    monkeypatch.setenv("GCCOMM_TIMEOUT_S", "1")
+    over = threading.Event()
+
+    def program(comm: Communicator) -> Any:
+        captured = Captured(site, comm, "uniform", draws(0, comm.rank))
+        if comm.rank == 1:
+            over.wait(30)
+            raise gccomm.CollectiveTimeout("it has not launched")
+        captured.graph.launch(captured.stream)
+        try:
+            return comm.synchronize()
+        finally:
+            over.set()
+
+    assert all(isinstance(result, gccomm.CollectiveTimeout) for result in all_raise(site, 2, program))
+
+
 def test_captures_of_any_mode_are_left_whole(site: Site) -> None:
     """CUDA's default mode, which is PyTorch's, forbids all threads to allocate and to ask for events."""
 

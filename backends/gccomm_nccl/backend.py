@@ -88,6 +88,11 @@ class NcclBackend:
         self._channel.looks.append(look)
         self._channel.dooms.append(doom)
 
+    def watched(self, name: str, wait: Callable[[], None]) -> None:
+        """Wait for the device by a function, within `GCCOMM_TIMEOUT_S`, which the watchdog keeps."""
+        with self._open(name).calling(name):
+            wait()
+
     def begin(self, kind: str, send: Any, recv: Any, /) -> tuple[int, Any] | None:
         """Begin a reduction, "maximum", "words" or a float format; None: of host memory, it is complete."""
         dtype, operator = _KINDS.get(kind, (kind, "sum"))

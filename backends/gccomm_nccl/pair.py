@@ -35,6 +35,7 @@ class PairBackend:
         self.name = f"{base.name}+{nccl.name}"
         self.device, self.takes_device = nccl.device, nccl.takes_device
         self.require_whole, self.oversee, self.sum_many = nccl.require_whole, nccl.oversee, nccl.sum_many
+        self.watched = nccl.watched
 
     def __getattr__(self, name: str) -> Any:
         """Return what the other back end has."""

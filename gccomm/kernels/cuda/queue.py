@@ -235,6 +235,10 @@ class Queue:
                 self._stream.synchronize()
         self._land()
 
+    def wait_for_device(self) -> None:
+        """Let the host wait until the device has done all that it has been asked for, on whatever stream."""
+        self._device.synchronize()
+
     def _come(self, event: Any) -> bool:
         """Return whether the device has come to an event; BackendError where it has failed."""
         with self._device, relaxed():
