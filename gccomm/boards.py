@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from gccomm import backends, kernels
 from gccomm.engine import Outcome
-from gccomm.errors import BackendError
+from gccomm.errors import BackendError, GccommError
 from gccomm.transfers import Transfer
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ class Boards:
     def close(self) -> None:
         """Wait for the devices, which may still read what the boards hold."""
         for board in self.found.values():
+            if board.kept:
+                with suppress(GccommError):  # it is broken: what is launched has been aborted
+                    self.backend.watched("launches of graphs", board.queue.wait_for_device)
+                board.queue.wait_for_device()
             board.queue.wait()
         self.found.clear()
 

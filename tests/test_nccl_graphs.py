@@ -193,6 +193,23 @@ def test_launches_that_others_do_not_make_come_to_an_end(site: Site, monkeypatch
     assert all(isinstance(result, gccomm.CollectiveTimeout) for result in all_raise(site, 2, program))
 
 
+def test_closing_waits_for_launches(site: Site) -> None:
+    """They write to memory that the communicator keeps."""
+    ran: list[Any] = []
+
+    def program(comm: Communicator) -> Any:
+        captured = Captured(site, comm, "uniform", draws(0, comm.rank))
+        captured.graph.launch(captured.stream)
+        put = Action(lambda: ran.append(comm.rank))
+        with site.machine.changed:
+            captured.stream.put(put)
+        comm.close()
+        return sorted(ran)
+
+    found = site.run(2, program, closes=False)
+    assert all(rank in ranks for rank, ranks in enumerate(found))
+
+
 def test_captures_of_any_mode_are_left_whole(site: Site) -> None:
     """CUDA's default mode, which is PyTorch's, forbids all threads to allocate and to ask for events."""
 
