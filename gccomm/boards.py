@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gccomm import backends, kernels
 from gccomm.engine import Outcome
-from gccomm.errors import BackendError, GccommError
+from gccomm.errors import BackendError, GccommError, NegotiationError
 from gccomm.transfers import Transfer
 
 if TYPE_CHECKING:
@@ -47,7 +47,15 @@ class Boards:
         return hasattr(self.backend, "takes_device")
 
     def of(self, device: str) -> Board:
-        """Return what host and device tell each other; ValueError where the back end works elsewhere."""
+        """Return what host and device tell each other.
+
+        Raises
+        ------
+        ValueError
+            The back end works elsewhere.
+        NegotiationError
+            A graph is captured, and the back end waits for the device, as MPI does.
+        """
         backend = self.backend
         if not backend.takes_device(device):
             msg = (
@@ -55,6 +63,9 @@ class Boards:
                 f"{backend.device}"
             )
             raise ValueError(msg)
+        if not hasattr(backend, "watched") and kernels.of_device(device).launcher.queue.capturing():
+            msg = f"a call over `{backend.name}`, which waits for the device, cannot be captured in a graph"
+            raise NegotiationError(f"rank {backend.rank}: {msg}; one over NCCL can be")
         if device not in self.found:
             from gccomm.flow import Board
 

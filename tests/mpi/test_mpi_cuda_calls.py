@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import gccomm
+from gccomm import kernels
 from tests.devices import cupy, on_device
 from tests.fake_cupy import FakeCupy
 from tests.mpi.test_device_arrays import CODECS, same, steps
@@ -40,3 +41,15 @@ def test_a_device_for_a_whole_tree(ranks: Any, cupy: FakeCupy) -> None:
     for _ in range(3):
         found = ranks.compressed_allreduce({"a": x, "b": x}, codec="raw")
         assert (cupy.asnumpy(found["b"]) == ranks.size).all()
+
+
+def test_graphs_are_refused(ranks: Any, cupy: FakeCupy) -> None:
+    """MPI is called by the host, after it has waited for the device."""
+    x = on_device(cupy, np.full(5000, 1.0, np.float32))
+    for _ in range(2):
+        ranks.compressed_allreduce(x, codec="uniform")
+    cupy.capturing.add(kernels.of_device("cuda:0").launcher.queue.stream)
+    with pytest.raises(gccomm.NegotiationError, match="over `mpi`, which waits for the device"):
+        ranks.compressed_allreduce(x, codec="uniform")
+    cupy.capturing.clear()
+    assert np.allclose(cupy.asnumpy(ranks.compressed_allreduce(x, codec="raw")), ranks.size)
