@@ -354,12 +354,12 @@ class Operand(Batch):
         if not residual:
             return None
         code = DTYPE_CODES[self._float_dtype()]
-        return self._read(self._alone(i, src=residual, res_in=0, dtype=code), i)
+        return self._read(self._alone(i, src=residual, dst=0, res_in=0, dtype=code), i)
 
     def left(self, i: int) -> Buffer:
         """Return a copy of segment ``i``'s next residual, as encoding left it."""
         code = DTYPE_CODES[self._float_dtype()]
-        return self._read(self._alone(i, src=self.table["res_out"][i], res_in=0, dtype=code), i)
+        return self._read(self._alone(i, src=self.table["res_out"][i], dst=0, res_in=0, dtype=code), i)
 
     def _write(self, row: Any, i: int, values: Buffer, n: int, mean: bool) -> None:
         flat = np.ascontiguousarray(values).reshape(-1)

@@ -146,6 +146,36 @@ def test_one_rank_ends_the_job(script: Path, mode: str, status: int, text: str) 
     assert gone(done.stdout)
 
 
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize(
+    ("fails", "status", "text"),
+    [
+        ("raise ImportError('not on this host')", 1, "ImportError: not on this host"),
+        ("sys.exit(7)", 7, "before it joined MPI"),
+        ("sys.exit('no data here')", 1, "no data here"),
+        ("1 +", 1, "SyntaxError"),
+    ],
+)
+def test_a_rank_that_fails_before_mpi_ends_the_job(
+    tmp_path: Path, fails: str, status: int, text: str
+) -> None:
+    """The others wait for it in MPI_Init, where no time limit of gccomm's holds."""
+    body = f"""
+        import os, sys
+        print(f"pid {{os.getpid()}}", flush=True)
+        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+            exec({fails!r})
+        import gccomm_mpi
+        gccomm_mpi.connect()
+    """
+    script = tmp_path / "early.py"
+    script.write_text(dedent(body))
+    done = job("-n", "2", script)
+    assert done.returncode == status, done.stderr
+    assert text in done.stderr
+    assert gone(done.stdout)
+
+
 def test_uncaught_exception_ends_the_job_without_a_runner(script: Path, launcher: Launcher) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     launcher.prepare(environ, root=os.geteuid() == 0)

@@ -11,9 +11,11 @@ import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 from gccomm_launch.mpiexec import NoLauncherError, find_launcher
+from gccomm_launch.rank import FAILED
 
 __all__ = ["add_program", "family", "kill", "limit_threads", "program_of", "run", "supervise"]
 
@@ -94,8 +96,8 @@ def program_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     """Return a rank's command from the arguments of :func:`add_program`; status 2 where they are wrong."""
     if options.n < 1:
         parser.error(f"-n must be at least 1; got {options.n}")
-    # mpi4py's runner aborts the job when a rank raises or exits with an error.
-    runner = [sys.executable, "-m", "mpi4py"]
+    # mpi4py's runner, which aborts the job when a rank raises or exits with an error, also before MPI.
+    runner = [sys.executable, "-m", "gccomm_launch.rank"]
     if options.module:
         return [*runner, "-m", *options.module]
     if not options.script:
@@ -122,10 +124,12 @@ def supervise(command: Sequence[str], environ: dict[str, str], *, group: bool = 
     """
     # A terminal belongs to our session, so the job cannot read from it.
     stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
-    with _signals() as received:
+    with _signals() as received, TemporaryDirectory(prefix="gccomm-run-") as folder:
+        failed = Path(folder) / "failed"
+        environ = {**environ, FAILED: str(failed)}
         process = subprocess.Popen(command, env=environ, stdin=stdin, start_new_session=True)
         try:
-            status = _wait(process, received, group)
+            status = _wait(process, received, group, failed)
         finally:
             kill(family(process.pid))
             process.wait()
@@ -134,8 +138,10 @@ def supervise(command: Sequence[str], environ: dict[str, str], *, group: bool = 
     return status if status >= 0 else 128 - status
 
 
-def _wait(process: subprocess.Popen[bytes], received: list[int], group: bool) -> int:
-    """Wait for the launcher, or after a signal for `GRACE_S` seconds."""
+def _wait(process: subprocess.Popen[bytes], received: list[int], group: bool, failed: Path) -> int:
+    """Wait for the launcher, or after a signal for `GRACE_S` seconds; a rank that has failed before MPI could
+    tell the others ends the job.
+    """
     forwarded, end = 0, float("inf")
     while time.monotonic() < end:
         while forwarded < len(received):
@@ -149,7 +155,8 @@ def _wait(process: subprocess.Popen[bytes], received: list[int], group: bool) ->
         try:
             return process.wait(timeout=0.1)
         except subprocess.TimeoutExpired:
-            continue
+            if failed.exists():
+                return int(failed.read_text())
     return 1
 
 
