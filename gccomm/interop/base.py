@@ -257,6 +257,8 @@ def refuse_dtype(x: Any, dtype: Any) -> TypeError:
         remedy = "its format differs between machines; convert to float64 or complex128"
     else:
         remedy = f"the dtypes are {_DTYPES}; convert to one of these"
+    if dtype is not None and getattr(x, "dtype", None) is None:
+        remedy = f"its elements have the dtype {dtype}; {remedy}"
     return refuse(x, remedy)
 
 

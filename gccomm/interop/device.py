@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from math import gcd
+from math import gcd, prod
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -205,7 +206,7 @@ def _refuse_subclass(x: Any) -> View:
 
 
 def _cupy_lies(x: Any) -> tuple[Lies, Format, Queue]:
-    form = format_of(x.dtype)
+    form = format_of(x.dtype) if x.dtype.isnative else None  # kernels read this machine's byte order
     if form is None:
         raise refuse_dtype(x, x.dtype)
     number = int(x.device.id)
@@ -246,38 +247,97 @@ def cupy_out(out: Any) -> View | None:
 def view_interface(x: Any) -> View:
     """View an object of no library that is known by its ``__cuda_array_interface__``; results are CuPy's."""
     facts = x.__cuda_array_interface__
+    try:
+        dtype, address, shape, strides, stream = _interface(facts)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        remedy = f"its __cuda_array_interface__ cannot be read ({why}): {facts!r:.200}; pass a CuPy array"
+        raise refuse(x, remedy) from error
     if facts.get("mask") is not None:
         raise refuse(x, "the mask would be ignored; reduce the filled array, and the mask if it differs")
-    dtype = np.dtype(facts["typestr"])
     form = format_of(dtype) if dtype.isnative else None
     if form is None:
         raise refuse_dtype(x, dtype)
-    address, shape = int(facts["data"][0]), tuple(map(int, facts["shape"]))
     number = _device_of(x, address)
+    if number < 0:
+        raise refuse(x, f"at the address that it names, {address:#x}, is no memory of a CUDA device")
+    lies = Lies(number, address, shape, strides)
     queue = queue_for(x, number, "say with cupy.asnumpy(x)")
-    strides = facts.get("strides")
-    lies = Lies(number, address, shape, None if strides is None else tuple(map(int, strides)))
-    # None: no order is needed. A version that has no such entry leaves it open.
-    stream = facts.get("stream") if facts.get("version", 0) >= 3 else _LEGACY_STREAM
+    _require_memory(x, lies, dtype.itemsize)
     return make_device_view(x, lies, form, "cuda", to_cupy, dtype, queue, "", stream, (x, facts))
+
+
+def _interface(
+    facts: Any,
+) -> tuple[np.dtype[Any], int, tuple[int, ...], tuple[int, ...] | None, int | None]:
+    """Return dtype, address, shape, strides in bytes and stream of a ``__cuda_array_interface__``."""
+    if not isinstance(facts["typestr"], str):
+        raise TypeError(f"typestr must be a text, not {facts['typestr']!r}")
+    dtype, address = np.dtype(facts["typestr"]), index(facts["data"][0])
+    shape, strides = tuple(map(index, facts["shape"])), facts.get("strides")
+    # None: no order is needed. A version that has no such entry leaves it open.
+    stream = facts.get("stream") if index(facts.get("version", 0)) >= 3 else _LEGACY_STREAM
+    if stream is not None and index(stream) < 0:
+        raise ValueError(f"there is no stream {stream}")
+    return (
+        dtype,
+        address,
+        shape,
+        None if strides is None else tuple(map(index, strides)),
+        None if stream is None else index(stream),
+    )
 
 
 def _device_of(x: Any, address: int) -> int:
     """Return the number of the device that an address belongs to."""
-    if address == 0:  # an empty one
-        return int(getattr(getattr(x, "device", None), "id", 0))
     from gccomm.kernels.cuda.on_cupy import device_of
 
+    number = getattr(getattr(x, "device", None), "id", 0)
     try:
-        return device_of(address)
+        found = device_of(address) if address else None
     except ImportError:
-        return 0  # the error of `queue_for` follows
+        found = 0  # the error of `queue_for` follows
+    if found is None:
+        return number if isinstance(number, int) else 0  # an empty one's; `_require_memory` refuses others
+    return found
+
+
+def _require_memory(x: Any, lies: Lies, item_bytes: int) -> None:
+    """Raise TypeError where not all elements that an object names are in the memory of its device."""
+    from gccomm.kernels.cuda.on_cupy import device_of
+
+    shape, strides = lies.shape, lies.strides
+    wrong = ""
+    if any(n < 0 for n in shape) or (strides is not None and len(strides) != len(shape)):
+        wrong = "no array has these"
+    elif 0 not in shape:
+        first, last = _ends(lies, item_bytes)
+        if not lies.address or first < 0 or last >= 1 << 64:
+            wrong = "no memory is there"
+        else:
+            found = [device_of(first), device_of(last)]
+            if found != [lies.number] * 2:
+                wrong = f"not all of that is memory of cuda:{lies.number}"
+    if wrong:
+        raise refuse(
+            x, f"it names address {lies.address:#x}, shape {shape}, strides {strides} in bytes, and {wrong}"
+        )
+
+
+def _ends(lies: Lies, item_bytes: int) -> tuple[int, int]:
+    """Return the addresses of the first and the last byte of elements, of which there are some."""
+    if lies.strides is None:
+        return lies.address, lies.address + item_bytes * prod(lies.shape) - 1
+    steps = [(n - 1) * stride for n, stride in zip(lies.shape, lies.strides, strict=True)]
+    low, high = (sum(step for step in steps if (step < 0) == before) for before in (True, False))
+    return lies.address + low, lies.address + high + item_bytes - 1
 
 
 def view_dlpack(x: Any, number: int) -> View:
     """View an object on a CUDA device by DLPack; results are its library's, if that reads DLPack."""
     queue = queue_for(x, number, "with its library's own function")
     form, lies, capsule = read_dlpack(x, queue)
+    _require_memory(x, lies, form.storage.itemsize * form.reals)
     # Looked up now: on the way back it would be too late to fail.
     namespace: Any = x.__array_namespace__() if hasattr(x, "__array_namespace__") else None
     take = getattr(namespace, "from_dlpack", None)
@@ -298,8 +358,12 @@ def read_dlpack(x: Any, queue: Queue) -> tuple[Format, Lies, Any]:
     try:
         capsule = x.__dlpack__(stream=queue.stream)
         tensor = dlpack.read(capsule)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise refuse(x, f"it cannot be read through DLPack ({error}); pass a CuPy array") from error
+    except Exception as error:  # whatever the object's own code raises
+        why = f"{type(error).__name__}: {error}"
+        raise refuse(x, f"it cannot be read through DLPack ({why}); pass a CuPy array") from error
+    if tensor.device[0] not in (dlpack.CUDA, dlpack.CUDA_MANAGED) or tensor.device[1] != queue.number:
+        there = f"its DLPack capsule says device {tensor.device}, and the object itself {queue.device}"
+        raise refuse(x, f"{there}; pass a CuPy array")
     form = named_format(tensor.dtype)
     if form is None:
         raise refuse_dtype(x, getattr(x, "dtype", None))

@@ -80,9 +80,11 @@ def read(capsule: Any) -> Tensor:
     Raises
     ------
     ValueError
-        No capsule, or one that was used.
+        No capsule, one that was used, or one without extents.
     """
     tensor = _Managed.from_address(_get_pointer(capsule, _NAME)).tensor
+    if tensor.ndim < 0 or (tensor.ndim and not tensor.shape):
+        raise ValueError(f"its capsule has {tensor.ndim} axes and no extents")
     rank = range(tensor.ndim)
     dtype = DTYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     strides = tuple(int(tensor.strides[i]) for i in rank) if tensor.strides else None

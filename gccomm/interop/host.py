@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,11 @@ def _remedy(x: Any) -> str:
 
 
 def _view_dlpack(x: Any) -> View:
-    device, number = map(int, x.__dlpack_device__())
+    try:
+        device, number = map(index, x.__dlpack_device__())
+    except (TypeError, ValueError) as error:
+        remedy = f"its __dlpack_device__ must give two integers ({error}); pass a NumPy or CuPy array"
+        raise refuse(x, remedy) from error
     if device in _CUDA_DEVICES:
         from gccomm.interop.device import view_dlpack
 
@@ -161,8 +166,8 @@ def _view_dlpack(x: Any) -> View:
         raise BufferError(message)
     try:
         array = np.from_dlpack(x)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        remedy = f"NumPy cannot read it through DLPack ({error}); pass a NumPy array"
+    except Exception as error:  # whatever the object's own code raises
+        remedy = f"NumPy cannot read it through DLPack ({type(error).__name__}: {error}); pass a NumPy array"
         raise refuse(x, remedy) from error
     form = format_of(array.dtype)
     if form is None:

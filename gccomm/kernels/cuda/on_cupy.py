@@ -138,14 +138,15 @@ def current_device() -> int:
 
 
 def device_of(address: int) -> int:
-    """Return the number of the device whose memory is at an address.
+    """Return the number of the device whose memory is at an address; -1 where CUDA knows of none.
 
     Raises
     ------
     ImportError
         CuPy is not installed.
     """
-    return int(_cupy().cuda.runtime.pointerGetAttributes(address).device)
+    found = _cupy().cuda.runtime.pointerGetAttributes(address)
+    return int(found.device) if found.type else -1  # type 0: memory that CUDA knows nothing of
 
 
 def device_at(address: int) -> Any:
