@@ -159,6 +159,8 @@ def parse(argv: list[str] | None = None, what: str = "a digit classifier") -> ar
     options = parser.parse_args(argv)
     if options.seed < 0 or options.epochs < 1:
         parser.error("--seed must be at least 0 and --epochs at least 1")
+    if not 0 < options.lr < float("inf"):
+        parser.error(f"--lr must be a positive, finite number, got {options.lr}")
     try:
         gccomm.get_codec(options.codec)
     except (TypeError, ValueError) as error:

@@ -7,6 +7,7 @@ way of a call: arrays -> layout -> codec -> engine -> back end, and back.
 from __future__ import annotations
 
 import threading
+import warnings
 from contextvars import ContextVar
 from typing import Any
 
@@ -82,6 +83,8 @@ def init(backend: str = "auto", *, comm: Any = None, hierarchical: bool | None =
     with _lock:
         if comm is not None:
             return Communicator(backends.load(name)(comm, **how), joins=backend == "auto")
+        if _default is None and backend == "auto" and name == "local" and (text := backends.half_named()):
+            warnings.warn(text, stacklevel=2)
         if _default is None or (backend != "auto" and _default.backend.partition("+")[0] != name):
             made = Communicator(backends.load(name)(**how), joins=backend == "auto" and name == "mpi")
             _default_how = hierarchical

@@ -32,6 +32,7 @@ __all__ = [
     "Words",
     "available",
     "detect",
+    "half_named",
     "launcher",
     "load",
     "operations_of",
@@ -298,10 +299,27 @@ def detect(environ: Mapping[str, str] | None = None) -> str:
     if launcher(environ) is not None:
         return "mpi"
     env = os.environ if environ is None else environ
-    for number, place in (("WORLD_SIZE", "RANK"), ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")):
-        if place in env and env.get(number, "1") != "1":
-            return "nccl"
+    if any(place in env and env.get(number, "1") != "1" for number, place in _PLACES):
+        return "nccl"
     return "local"
+
+
+_PLACES = (("WORLD_SIZE", "RANK"), ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+
+
+def half_named(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return a text on a variable that says that there are several processes, without the one that says which
+    of them this is: :func:`detect` takes it for a process alone. None where there is no such variable.
+    """
+    env = os.environ if environ is None else environ
+    for number, place in _PLACES:
+        if place not in env and env.get(number, "1") != "1":
+            return (
+                f"{number}={env[number]} says that there are several processes, but {place}, which of them "
+                f'this is, is not set: it works alone; set {place}, or call gccomm.init("local") if that is '
+                "meant"
+            )
+    return None
 
 
 def _seconds(variable: str, default: float) -> float:

@@ -202,7 +202,7 @@ class Event:
         with self._machine.changed:
             self._machine.synchronisations += 1
             while self._machine.query(self.ptr) != 0:
-                pass
+                self._machine.changed.wait(0.001)  # other ranks go on
 
 
 class Memory:

@@ -52,6 +52,15 @@ def test_help_of_a_command_is_its_own(command: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith(f"usage: gccomm {command} ")
 
 
+def test_a_reader_that_has_had_enough_gets_no_traceback() -> None:
+    with subprocess.Popen([*GCCOMM, "codecs"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    assert stderr == b""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
 @pytest.mark.parametrize("argv", [[], ["train"], ["--codec"]])
 def test_wrong_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert status_of(argv) == 2

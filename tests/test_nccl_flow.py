@@ -145,6 +145,29 @@ def test_asynchronous_calls_and_pushed_steps(site: Site) -> None:
         assert same(found, other)
 
 
+def test_handles_that_are_dropped(site: Site) -> None:
+    """Nobody waits for them; their memory is waited for before it goes, and the calls after them go on."""
+    tree = floats(0, 2)
+
+    def last(comm: Communicator) -> Any:
+        return [comm.compressed_allreduce(tree[comm.rank], codec="uniform") for _ in range(43)][40:]
+
+    wanted = testing.run(last, 2)
+
+    def program(comm: Communicator) -> Any:
+        there = site.there(tree[comm.rank], comm.rank)
+        for _ in range(40):
+            comm.compressed_allreduce_async(there, codec="uniform")
+        works = [comm.compressed_allreduce_async(there, codec="uniform") for _ in range(3)]
+        found = works[2 * comm.rank].wait()
+        del works
+        comm.barrier()
+        return site.back(found)
+
+    for rank, found in enumerate(site.run(2, program)):
+        assert same(found, wanted[rank][2 * rank])
+
+
 def test_non_finite_blocks_are_nan_and_nothing_is_broken(site: Site) -> None:
     x = np.ones(3000, np.float32)
     x[1500] = np.inf

@@ -60,8 +60,13 @@ def test_variables_of_launchers() -> None:
         (TORCHRUN, {"RANK": "first"}, "RANK must be a number, 0 or more; got 'first'"),
         (TORCHRUN, {"MASTER_ADDR": ""}, "MASTER_ADDR must name the host of rank 0"),
         (TORCHRUN, {"MASTER_PORT": "x"}, "MASTER_PORT must be a number"),
-        (TORCHRUN, {"MASTER_PORT": "65535"}, "65536 is no port: set GCCOMM_PORT"),
-        (JAX, {"JAX_COORDINATOR_ADDRESS": "h"}, "JAX_COORDINATOR_ADDRESS must be host:port"),
+        (
+            TORCHRUN,
+            {"MASTER_PORT": "65535"},
+            "the next one after the launcher's 65535, is no port: set",
+        ),
+        (TORCHRUN, {"GCCOMM_PORT": "70000"}, "GCCOMM_PORT=70000 is no port: set GCCOMM_PORT"),
+        (JAX, {"JAX_COORDINATOR_ADDRESS": "h"}, "JAX_COORDINATOR_ADDRESS must be host:port, got 'h'"),
         (JAX, {"JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID must be a number"),
     ],
 )
@@ -76,6 +81,28 @@ def test_auto_takes_nccl_where_these_launchers_started_several() -> None:
     assert backends.detect({**TORCHRUN, "WORLD_SIZE": "1"}) == "local"
     assert backends.detect({"WORLD_SIZE": "4"}) == "local"
     assert backends.detect({**TORCHRUN, "PMI_SIZE": "2", "PMI_RANK": "0"}) == "mpi"
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "JAX_NUM_PROCESSES"])
+def test_several_processes_of_unknown_places_are_warned_of(name: str) -> None:
+    """Each would train alone, as rank 0 of 1, and nothing would tell."""
+    program = "import gccomm\nprint(gccomm.init().size, gccomm.init().size)"
+    hidden = (*TORCHRUN, *JAX, "PMI_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE")
+    environ = {key: value for key, value in os.environ.items() if key not in hidden}
+
+    def run(program: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program]
+        return subprocess.run(
+            command, env={**environ, name: "4"}, capture_output=True, text=True, check=True, timeout=60
+        )
+
+    done = run(program)
+    assert done.stdout.split() == ["1", "1"]
+    assert done.stderr.count("UserWarning") == 1
+    assert f"{name}=4 says that there are several processes" in done.stderr
+    assert run(program.replace("init()", "init('local')")).stderr == ""
+    assert backends.half_named(TORCHRUN) is None
+    assert backends.half_named({**JAX, "JAX_NUM_PROCESSES": "1"}) is None
 
 
 # The meeting

@@ -44,9 +44,10 @@ def surroundings(environ: Mapping[str, str] | None = None) -> Surroundings | Non
         return _checked(Surroundings("torchrun", rank, size, local, host, port))
     if "JAX_NUM_PROCESSES" in env and "JAX_PROCESS_ID" in env:
         rank, size = _number(env, "JAX_PROCESS_ID"), _number(env, "JAX_NUM_PROCESSES")
-        host, _, text = _text(env, "JAX_COORDINATOR_ADDRESS").rpartition(":")
-        if not host or not text.isdigit():
-            raise BackendError(f"JAX_COORDINATOR_ADDRESS must be host:port, got {host + ':' + text!r}")
+        address = _text(env, "JAX_COORDINATOR_ADDRESS")
+        host, _, text = address.rpartition(":")
+        if not host or not text.isdecimal():
+            raise BackendError(f"JAX_COORDINATOR_ADDRESS must be host:port, got {address!r}")
         return _checked(Surroundings("JAX", rank, size, None, host.strip("[]"), _port(env, int(text))))
     return None
 
@@ -58,10 +59,12 @@ def _checked(found: Surroundings) -> Surroundings:
 
 
 def _port(env: Mapping[str, str], theirs: int) -> int:
-    port = _number(env, "GCCOMM_PORT") if "GCCOMM_PORT" in env else theirs + 1
+    given = "GCCOMM_PORT" in env
+    port = _number(env, "GCCOMM_PORT") if given else theirs + 1
     if not 0 < port < 65536:
+        what = f"GCCOMM_PORT={port}" if given else f"{port}, the next one after the launcher's {theirs},"
         raise BackendError(
-            f"{port} is no port: set GCCOMM_PORT to one from 1 to 65535 that is free on rank 0"
+            f"{what} is no port: set GCCOMM_PORT to one from 1 to 65535 that is free on rank 0"
         )
     return port
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: that of the subcommand, or 130 after Ctrl-C.
+        Exit status: that of the subcommand, 130 after Ctrl-C, or 141 where nobody reads what it prints.
 
     Raises
     ------
@@ -44,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, function = _COMMANDS[options.command][0].partition(":")
     try:
         status: int = getattr(import_module(module), function)(options.arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has had enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter's end writes
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(f"gccomm {options.command}: interrupted", file=sys.stderr)
         return 130

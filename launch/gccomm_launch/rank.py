@@ -14,8 +14,8 @@ from pathlib import Path
 
 __all__ = ["FAILED", "rank"]
 
-FAILED = "GCCOMM_RUN_FAILED"
-"""Variable that names the file which such a rank leaves its exit status in."""
+FAILED = "_GCCOMM_RUN_FAILED"
+"""Variable, of gccomm's own use, that names the file which such a rank leaves its exit status in."""
 
 
 def rank() -> None:
