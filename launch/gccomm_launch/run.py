@@ -22,6 +22,9 @@ __all__ = ["add_program", "family", "kill", "limit_threads", "program_of", "run"
 # How long the launcher may take to end its ranks after a signal.
 GRACE_S = 8.0
 
+# How long it may take to pass on what a rank that has failed before MPI has printed last.
+FORWARD_S = 1.0
+
 # Thread pools that would each take all cores in every rank.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -156,6 +159,8 @@ def _wait(process: subprocess.Popen[bytes], received: list[int], group: bool, fa
             return process.wait(timeout=0.1)
         except subprocess.TimeoutExpired:
             if failed.exists():
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=FORWARD_S)
                 return int(failed.read_text())
     return 1
 
