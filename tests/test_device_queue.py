@@ -41,6 +41,7 @@ def test_arrays_of_a_library_of_another_stream_are_kept_until_they_are_read(
     jax: JaxStream, cupy: FakeCupy
 ) -> None:
     """JAX uses the memory of an array at once, when the last that holds it lets go."""
+    gc.collect()  # of what other tests have left
     x = jax.array(X)
     lent = len(dlpack._exported)
     found = view(x)
