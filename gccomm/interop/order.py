@@ -143,7 +143,7 @@ class Handover:
 
     def __init__(self, arrays: Iterable[tuple[str, DeviceArray]], queues: Sequence[Queue], keep: Any) -> None:
         self._arrays, self._keep, self._taken = list(arrays), keep, False
-        self._ends = {queue.number: queue.record() for queue in queues}
+        self._queues, self._ends = list(queues), {queue.number: queue.record() for queue in queues}
         for queue in queues:
             lent = [(v.data, v.owner, v._source) for v in _views(keep) if _lent(v, queue)]
             if lent and not queue.capturing():  # what a graph uses is kept elsewhere
@@ -170,8 +170,8 @@ class Handover:
         """Wait for what nobody has waited for, before its memory goes."""
         if self._taken or sys is None or sys.is_finalizing():
             return
-        for event in self._ends.values():
-            event.synchronize()
+        for queue in self._queues:
+            queue.complete(self._ends[queue.number])
 
 
 def _views(keep: Any) -> Iterable[Any]:

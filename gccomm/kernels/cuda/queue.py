@@ -235,6 +235,11 @@ class Queue:
                 self._stream.synchronize()
         self._land()
 
+    def complete(self, event: Any) -> None:
+        """Let the host wait for an event."""
+        with self._device:
+            event.synchronize()
+
     def wait_for_device(self) -> None:
         """Let the host wait until the device has done all that it has been asked for, on whatever stream."""
         self._device.synchronize()
