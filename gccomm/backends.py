@@ -92,12 +92,18 @@ class Backend(Protocol):
     enqueued; where it fails, a later call raises. ``sum_many(pairs, dtype)`` sums several in one launch.
     ``device`` is this rank's; ``require_whole()`` raises what has broken the back end, if anything has; and
     ``oversee(look, doom)`` has it call ``look()`` now and then, which returns an error that ends everything,
-    or None, and ``doom()`` before what is on its way is aborted.
+    or None, and ``doom()`` before what is on its way is aborted. With ``flows`` False the host waits in each
+    of them all the same, and so may look at every header; then ranks that differ break nothing.
 
     And one whose hosts add up floats before they are compressed has ``hosts`` (`gccomm.hosts.Hosts`, or
     None), ``host_sum(send, recv, dtype, place)``, the sum over a host's ranks into ``recv`` of the one at a
     place, and ``between(place)``, which has the reductions over the ranks at that place of all hosts, with
-    results on all ranks. Its ``connect`` takes ``hierarchical``, as :func:`gccomm.init` does.
+    results on all ranks. Its ``connect`` takes ``hierarchical``, as :func:`gccomm.init` does. With
+    ``hosts_on_device`` True, these take `DeviceBuffer` objects, too.
+
+    Where NCCL is to join within hosts only it has ``layered``, the host of every rank (None: NCCL is to take
+    all ranks), and ``column()``, the reductions over the ranks at this one's place of all hosts. One that
+    NCCL joins may have ``broken``, what has broken it, or None, and ``forsake(reason)``, which breaks it.
 
     All methods but `abort` and `set_activity` are collective and blocking. Arrays are C-contiguous NumPy
     arrays of the same size on every rank. After `BackendError` or `CollectiveTimeout` the back end is broken:

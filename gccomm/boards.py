@@ -37,14 +37,15 @@ class Boards:
 
     def __init__(self, backend: backends.Backend, joins: bool) -> None:
         self.backend: Any = backend
-        self.joins = joins and not self.able
+        self.joins = joins and not hasattr(backend, "takes_device")
         self.found: dict[str, Board] = {}
         self.note: str | None = None
 
     @property
     def able(self) -> bool:
-        """Whether the back end reduces in the memory of devices."""
-        return hasattr(self.backend, "takes_device")
+        """Whether the back end reduces in the memory of devices, and adds up there what hosts add up."""
+        hosts, able = getattr(self.backend, "hosts", None), hasattr(self.backend, "takes_device")
+        return able and (hosts is None or getattr(self.backend, "hosts_on_device", False))
 
     def of(self, device: str) -> Board:
         """Return what host and device tell each other.
@@ -70,6 +71,7 @@ class Boards:
             from gccomm.flow import Board
 
             board = Board(kernels.of_device(device), backend.rank, backend.require_whole)
+            board.flows = getattr(backend, "flows", True)
             backend.oversee(board.look, board.doom)
             self.found[device] = board
         return self.found[device]

@@ -55,7 +55,7 @@ class Communicator:
 
     def __init__(self, backend: Backend, *, joins: bool = False) -> None:
         self._backend = backend
-        self._boards = Boards(backend, joins)
+        self._boards, self._joins = Boards(backend, joins), joins
         self._shared = backend.shared
         self.lock: threading.RLock = self._shared.setdefault("lock", threading.RLock())
         self._number: int = self._shared.get("communicators", 0)
@@ -96,7 +96,9 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """Name of the back end: "mpi", "nccl" or "local"; "mpi+nccl" once NCCL has joined."""
+        """Name of the back end: "mpi", "nccl" or "local"; "mpi+nccl" once NCCL has joined,
+        "mpi+nccl-by-host" where it has within hosts.
+        """
         return self._backend.name
 
     def __repr__(self) -> str:
@@ -201,7 +203,7 @@ class Communicator:
             call.error = error
         with self.turn:
             backend = self._plain(call, then=lambda: self._backend.split(color, key))
-        return None if backend is None else Communicator(backend)
+        return None if backend is None else Communicator(backend, joins=self._joins)
 
     def close(self) -> None:
         """Free the communicator; collective. A second close does nothing."""

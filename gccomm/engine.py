@@ -171,7 +171,8 @@ class Job:
         speaker, hosts = self.speaker(number), self.hosts
         assert speaker is not None
         assert hosts is not None
-        return [HostPart(x, speaker, hosts.place == speaker) for x in self.plan.pieces[number]]
+        speaks, board = hosts.place == speaker, self.flow.board if self.flow is not None else None
+        return [HostPart(x, speaker, speaks, board) for x in self.plan.pieces[number]]
 
     def start(self, x: Operand, speaker: int | None = None) -> Running:
         """Start the codec of an operand."""

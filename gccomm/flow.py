@@ -60,13 +60,15 @@ class Board:
         How often the host has waited for the device.
     known : set
         Layouts that all ranks have agreed on.
+    flows : bool
+        The host need not wait in reductions.
     """
 
     def __init__(self, kernels: DeviceKernels, rank: int, require_whole: Callable[[], None]) -> None:
         self.kernels, self.rank = kernels, rank
         self.queue: Queue = kernels.launcher.queue  # type: ignore[attr-defined]  # CuPy's has one
         self.known: set[object] = set()
-        self.waits = 0
+        self.waits, self.flows = 0, True
         self._require_whole = require_whole
         self._pinned = self.queue.pinned(_BOARD_BYTES)
         self.flags = int(self._pinned.ptr)  # the device's address of it is the same

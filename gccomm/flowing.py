@@ -33,7 +33,7 @@ def least_piece(place: Place, leaves: Iterable[Leaf]) -> int:
     """Return how many coordinates a piece has at least: many, where words stay on a device."""
     if place.board is None or any(leaf.device == "cpu" for leaf in leaves):
         return 0
-    return PIECE_COORDINATES
+    return PIECE_COORDINATES // (place.hosts.speakers if place.hosts is not None else 1)
 
 
 class Flowing:
@@ -98,8 +98,9 @@ class Flowing:
 
         assert self._place.board is not None
         looked_at |= self.captured and reduction.options.nonfinite == "raise"
-        able = not looked_at and all(spec.route.flows(context) for spec in self._plan.specs)
         board = self._place.board(self._plan.devices[0])
+        able = board.flows and not looked_at
+        able = able and all(spec.route.flows(context) for spec in self._plan.specs)
         flow = Flow(board, (reduction.reducer, self._plan.layout), able, counted=self.captured)
         if self.captured and not flow.flowing:
             raise NegotiationError(UNCAPTURED)

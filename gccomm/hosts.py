@@ -10,7 +10,7 @@ of all ranks add up to what the sum has lost, as they do without hosts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from gccomm.steps import Buffer, FloatName
 from gccomm.transfers import Between, HostSum, Whole
 
 if TYPE_CHECKING:
+    from gccomm.flow import Board
     from gccomm.operand import Operand
 
 __all__ = ["HostPart", "HostWire", "Hosts"]
@@ -74,6 +75,10 @@ class HostWire(Wire):
         """Return the tag of the next message: the same on all ranks."""
         return self._wire.next_tag()
 
+    def summed_floats(self, buffer: Buffer) -> None:
+        """Take notice of a sum of floats."""
+        self._wire.summed_floats(buffer)
+
 
 class HostPart:
     """One operand whose inputs are added up within each host.
@@ -86,10 +91,12 @@ class HostPart:
         The place of the rank that gets the sum.
     speaks : bool
         Whether it is this one, which needs the memory.
+    board : Board, optional
+        Where words stay on a device, as sums of floats do then.
     """
 
-    def __init__(self, x: Operand, speaker: int, speaks: bool) -> None:
-        self.x, self.speaker, self.speaks = x, speaker, speaks
+    def __init__(self, x: Operand, speaker: int, speaks: bool, board: Board | None = None) -> None:
+        self.x, self.speaker, self.speaks, self._board = x, speaker, speaks, board
         self.dtype: FloatName = "float64" if x.float64 else "float32"
         self._item = np.dtype(self.dtype)
         self.direct: Buffer | None = None
@@ -101,7 +108,11 @@ class HostPart:
             x.table["res_out"] = 0  # nothing of it is left over here
         self.send = self._memory(x.coordinates) if self.direct is None else self.direct
 
-    def _memory(self, count: int) -> Buffer:
+    def _memory(self, count: int) -> Any:
+        if self._board is not None:
+            from gccomm.device_words import DeviceWords
+
+            return DeviceWords.empty(count, self._item, self._board)
         return kernels.pool_empty(count * self._item.itemsize).view(self._item)
 
     def transfer(self) -> HostSum:
@@ -118,7 +129,9 @@ class HostPart:
     def adopt(self) -> None:
         """Make the host's sum the operand's input, or nothing where another rank speaks."""
         x = self.x
-        total = None if self.total is None else memory.moved(self.total, x.specs[0].worked_on)
+        total: Any = self.total
+        if total is not None and self._board is None:
+            total = memory.moved(total, x.specs[0].worked_on)
         table = x.table.copy()
         table["src"], table["dtype"] = 0, DTYPE_CODES[self.dtype]
         if total is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -134,11 +135,12 @@ class Stream:
             if self.capture is not None:
                 raise RuntimeFailure("cudaErrorStreamCaptureUnsupported")
             self.machine.synchronisations += 1
-            last = self.todo[-1] if self.todo else None
+            last, began = self.todo[-1] if self.todo else None, time.monotonic()
             while last is not None and not last.done:
                 self.advance(last)
                 if not last.done:
-                    assert self.machine.changed.wait(10), "a stream never ends"
+                    woken = self.machine.changed.wait(self.machine.nap_s)
+                    assert woken or time.monotonic() < began + 10, "a stream never ends"
 
     def wait_event(self, event: Event) -> None:
         with self.machine.cupy.cuda.Device(self.device_id):  # the program's own affair
@@ -276,6 +278,7 @@ class Machine:
         self.pinned: list[Any] = []
         self.captures: list[Capture] = []
         self.held = self.synchronisations = 0
+        self.nap_s = 10.0  # before one looks again, where no other thread says that something has changed
         self.status = 0  # what every query gives instead, once the device has failed
         self._next = 1000
         self._local = threading.local()

@@ -46,6 +46,7 @@ class Asked(NamedTuple):
     dtype: int
     operator: int
     root: int = 0
+    what: str = "all"  # "one": for the root; "scatter": to each a part; "gather"
 
 
 class Operation(Action):
@@ -58,7 +59,7 @@ class Operation(Action):
         comm.group.parts[comm.rank].append(self)
 
     def again(self, stream: Stream) -> Action:
-        return Operation(self.comm, stream, self.asked)
+        return type(self)(self.comm, stream, self.asked)
 
     def run(self) -> bool:
         if self.done:
@@ -77,28 +78,50 @@ class Operation(Action):
         if any(other.comm.aborted for other in group):
             return False
         if not self.done and all(other.ready for other in group):
-            if len({(o.asked.count, o.asked.dtype, o.asked.operator == COPY) for o in group}) > 1:
+            if (
+                len({(o.asked.count, o.asked.dtype, o.asked.operator == COPY, o.asked.what) for o in group})
+                > 1
+            ):
                 return False
             self._reduce(group)
         return self.done
 
-    def _array(self, address: int) -> Any:
+    def _array(self, address: int, count: int = -1) -> Any:
         dtype = np.dtype(DTYPES[self.asked.dtype])
-        raw = (ctypes.c_uint8 * (self.asked.count * dtype.itemsize)).from_address(address)
+        raw = (ctypes.c_uint8 * ((self.asked.count if count < 0 else count) * dtype.itemsize)).from_address(
+            address
+        )
         return np.frombuffer(raw, dtype)
 
+    def sent(self) -> Any:
+        """Return a copy of what this rank brings."""
+        count = self.asked.count * (self.comm.group.size if self.asked.what == "scatter" else 1)
+        return self._array(self.asked.send, count).copy()
+
+    def take(self, inputs: list[Any]) -> None:
+        """Write this rank's result of what all have brought."""
+        found = outcome(self.asked, self.comm.rank, inputs)
+        if found is not None:
+            self._array(self.asked.recv, found.size)[...] = found
+        self.done = True
+
     def _reduce(self, group: list[Operation]) -> None:
-        inputs = [other._array(other.asked.send).copy() for other in group]
+        inputs = [other.sent() for other in group]
         for other in group:
-            if other.asked.operator == COPY:
-                total = inputs[other.asked.root]
-            else:
-                total = inputs[0].copy()
-                for one in inputs[1:]:
-                    total = np.maximum(total, one) if other.asked.operator == MAX else total + one
-            other._array(other.asked.recv)[...] = total
-            other.done = True
+            other.take(inputs)
         self.comm.group.machine.changed.notify_all()
+
+
+def outcome(asked: Asked, rank: int, inputs: list[Any]) -> Any:
+    """Return a rank's result, or None where it has none."""
+    if asked.operator == COPY:
+        return np.concatenate(inputs) if asked.what == "gather" else inputs[asked.root]
+    total = inputs[0].copy()
+    for one in inputs[1:]:
+        total = np.maximum(total, one) if asked.operator == MAX else total + one
+    if asked.what == "scatter":
+        return total[rank * asked.count : (rank + 1) * asked.count]
+    return total if asked.what != "one" or rank == asked.root else None
 
 
 class Group:
@@ -113,6 +136,8 @@ class Group:
 
 class Comm:
     """One rank of a communicator."""
+
+    operation = Operation
 
     def __init__(self, nccl: FakeNccl, group: Group, rank: int, device: int) -> None:
         self.nccl, self.group, self.rank, self.device = nccl, group, rank, device
@@ -140,7 +165,7 @@ class Comm:
             if stream.capture is not None:
                 stream.put(Captured(self, asked))
             else:
-                stream.put(Operation(self, stream, asked))
+                stream.put(self.operation(self, stream, asked))
 
     def split(self, color: int, key: int) -> Comm | None:
         machine = self.group.machine
@@ -183,7 +208,7 @@ class Captured(Action):
         self._comm, self._asked = comm, asked
 
     def again(self, stream: Stream) -> Action:
-        return Operation(self._comm, stream, self._asked)
+        return self._comm.operation(self._comm, stream, self._asked)
 
     def join(self, graph: Graph) -> None:
         self._comm.graphs.add(graph)
@@ -261,6 +286,17 @@ def _cupy_nccl(nccl: FakeNccl, *, signed: bool = False) -> Any:
         def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
             self.comm.enqueue(Asked(send, recv, count, dtype, COPY, root), stream)
 
+        def reduce(self, *args: int) -> None:
+            *asked, stream = args
+            self.comm.enqueue(Asked(*asked, what="one"), stream)
+
+        def reduceScatter(self, *args: int) -> None:  # noqa: N802
+            *asked, stream = args
+            self.comm.enqueue(Asked(*asked, what="scatter"), stream)
+
+        def allGather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:  # noqa: N802
+            self.comm.enqueue(Asked(send, recv, count, dtype, COPY, what="gather"), stream)
+
         def commSplit(self, color: int, key: int) -> Any:  # noqa: N802
             made = self.comm.split(color, key)
             return None if made is None else NcclCommunicator(0, None, 0, made)
@@ -328,6 +364,20 @@ def _core(nccl: FakeNccl) -> Any:
         def broadcast(self, send: ndarray, recv: ndarray, root: int, *, stream: int | None = None) -> None:
             self.comm.enqueue(self._asked(send, recv, COPY, root), stream or 0)
 
+        def reduce(
+            self, send: ndarray, recv: ndarray, op: int, root: int, *, stream: int | None = None
+        ) -> None:
+            asked = self._asked(send, recv, op, root)
+            self.comm.enqueue(asked._replace(count=send.shape[0], what="one"), stream or 0)
+
+        def reduce_scatter(self, send: ndarray, recv: ndarray, op: int, *, stream: int | None = None) -> None:
+            assert send.shape[0] // self.nranks == recv.shape[0]
+            self.comm.enqueue(self._asked(send, recv, op)._replace(what="scatter"), stream or 0)
+
+        def allgather(self, send: ndarray, recv: ndarray, *, stream: int | None = None) -> None:
+            asked = self._asked(send, recv, COPY)._replace(count=send.shape[0], what="gather")
+            self.comm.enqueue(asked, stream or 0)
+
         def split(self, color: int | None, key: int) -> Any:
             made = self.comm.split(-1 if color is None else color, key)
             return SimpleNamespace(ptr=0) if made is None else Communicator(made)
@@ -365,11 +415,11 @@ def _core(nccl: FakeNccl) -> Any:
     )
 
 
-def install(patch: Any, machine: Machine, wrapper: str = "cupy") -> FakeNccl:
+def install(patch: Any, machine: Machine, wrapper: str = "cupy", nccl: FakeNccl | None = None) -> FakeNccl:
     """Put the machine and NCCL in the place of modules: "cupy", "cupy13" (unique ids as integers) or
     "nccl4py".
     """
-    found = FakeNccl(machine)
+    found = FakeNccl(machine) if nccl is None else nccl
     cupy = machine.cupy
     cupy.cuda.nccl = _cupy_nccl(found, signed=wrapper == "cupy13")
     cupy.__version__ = "13.6.0" if wrapper == "cupy13" else "14.2.0"

@@ -415,7 +415,11 @@ def test_self_tests_are_judged() -> None:
     assert (alone.status, alone.text) == ("ok", "sums of raw are right")
     flat = judge_trial("mpi", Answer({"ranks": 2, "codecs": {"raw": 0.0}, "no_window": "GCCOMM_WINDOW=0"}))
     assert flat.text.endswith("; ranks do not share memory: GCCOMM_WINDOW=0")
-    for name in ("nccl", "cuda", "mpi", "mpi-gpu", "other"):
+    inside = {"ranks": 4, "codecs": {"raw": 0.0}, "back_end": "mpi+nccl-by-host", "notes": []}
+    assert judge_trial("nccl-by-host", Answer(inside)).status == "ok"
+    staged = judge_trial("nccl-by-host", Answer({**inside, "back_end": "mpi", "notes": ["it does not"]}))
+    assert (staged.status, staged.text.partition(";")[0]) == ("absent", "it does not")
+    for name in ("nccl", "nccl-by-host", "cuda", "mpi", "mpi-gpu", "other"):
         bad = judge_trial(name, Answer(None, "was ended by SIGSEGV"))
         assert bad.status == "problem"
         assert bad.remedy

@@ -132,4 +132,4 @@ def test_without_a_gpu_all_are_skipped_with_the_reason(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no GPU: CuPy cannot be imported (none here)" in done.stdout
-    assert "4 skipped" in done.stdout
+    assert "6 skipped" in done.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -157,12 +158,37 @@ def test_types_and_operators_are_nccls(site: Site) -> None:
         assert asked[:6] == [(5, 6, SUM), (5, 7, SUM), (5, 8, SUM), (5, 9, SUM), (3, 3, MAX), (4, 3, SUM)]
 
 
+def test_parts_of_arrays_through_each_wrapper(site: Site) -> None:
+    """What each host's ranks do, where they reduce first."""
+
+    def work(backend: NcclBackend) -> Any:
+        channel, rank = backend.channel, backend.rank
+        comm, own = channel.comm, channel.stream.ptr
+        with channel.device:
+            x = site.machine.cupy.asarray(words_of(rank, 30))
+            y = site.machine.cupy.asarray(np.zeros(30, np.uint32))
+            site.machine.cupy.cuda.get_current_stream().synchronize()
+            at, to = x.data.ptr, y.data.ptr
+            with channel.library.group():
+                comm.reduce_scatter(at, to + 40 * rank, 10, "uint32", "sum", own)
+            comm.all_gather(to + 40 * rank, to, 10, "uint32", own)
+            comm.reduce(at, at, 30, "uint32", "max", 1, own)
+            channel.stream.synchronize()
+            return y.host().copy(), x.host().copy()
+
+    for rank, (gathered, reduced) in enumerate(raised(on_ranks(3, work))):
+        assert (gathered == every(3, 30).sum(axis=0, dtype=np.uint32)).all()
+        assert (reduced == (every(3, 30).max(axis=0) if rank == 1 else words_of(rank, 30))).all()
+
+
 def test_the_real_wrappers_have_these_numbers() -> None:
     nccl = pytest.importorskip("cupy.cuda.nccl", exc_type=ImportError)
     for name, number in library.TYPES.items():
         if hasattr(nccl, f"NCCL_{name.upper()}"):  # bfloat16 from CuPy 14 on
             assert getattr(nccl, f"NCCL_{name.upper()}") == number
     assert (library.OPERATORS["sum"], library.OPERATORS["max"]) == (nccl.NCCL_SUM, nccl.NCCL_MAX)
+    for name, count in (("reduce", 7), ("reduceScatter", 6), ("allGather", 5)):
+        assert getattr(nccl.NcclCommunicator, name).__doc__.count(",") == count
     found = library.CupyNccl()
     assert len(found.unique_id()) == 128
     assert found.version.startswith("2.")
@@ -189,6 +215,19 @@ def test_the_real_nccl4py_is_called_by_its_own_names() -> None:
         def broadcast(self, send: Any, recv: Any, root: int, *, stream: int) -> None:
             asked.append((buffer(recv).ptr, buffer(recv).count, int(buffer(recv).dtype), root, stream))
 
+        def reduce(self, send: Any, recv: Any, op: Any, root: int, *, stream: int) -> None:
+            asked.append((buffer(send).ptr, buffer(recv).ptr, buffer(send).count, int(op), root, stream))
+
+        def reduce_scatter(self, send: Any, recv: Any, op: Any, *, stream: int) -> None:
+            asked.append((buffer(recv).ptr, buffer(send).count, buffer(recv).count, int(op), stream))
+
+        def allgather(self, send: Any, recv: Any, *, stream: int) -> None:
+            asked.append((buffer(recv).ptr, buffer(send).count, buffer(recv).count, stream))
+
+    real = pytest.importorskip("nccl.core.communicator", exc_type=ImportError).Communicator
+    for name in ("allreduce", "broadcast", "reduce", "reduce_scatter", "allgather"):
+        theirs, ours = (list(signature(getattr(kind, name)).parameters) for kind in (real, Communicator))
+        assert theirs.index("stream") == ours.index("stream")
     comm, room = found.adopt(Communicator()), np.zeros(100)
     at = room.ctypes.data
     for name, number in library.TYPES.items():
@@ -196,6 +235,12 @@ def test_the_real_nccl4py_is_called_by_its_own_names() -> None:
         assert asked[-1] == (at, at + 256, 7, number, MAX, 77)
     comm.broadcast(at, 9, 1, 77)
     assert asked[-1] == (at, 9, 1, 1, 77)
+    comm.reduce(at, at + 256, 7, "float32", "sum", 1, 77)
+    assert asked[-1] == (at, at + 256, 7, SUM, 1, 77)
+    comm.reduce_scatter(at, at + 256, 7, "uint32", "max", 77)
+    assert asked[-1] == (at + 256, 14, 7, MAX, 77)
+    comm.all_gather(at, at + 256, 7, "float16", 77)
+    assert asked[-1] == (at + 256, 7, 14, 77)
 
 
 @pytest.mark.parametrize("summing", [(0,), (1, 2), (0, 3)])

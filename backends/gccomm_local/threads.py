@@ -38,6 +38,11 @@ class LocalBackend:
         self._patience = Patience(rank, meeting.size)
         self._closed = False
 
+    @property
+    def broken(self) -> str | None:
+        """Why the group cannot be used any more; None where it can."""
+        return self._meeting.family.broken
+
     def maximum(self, words: Words, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""
         self._reduce_words("max", f"maximum of {words.size} words", words)

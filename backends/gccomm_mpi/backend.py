@@ -16,7 +16,7 @@ from gccomm.steps import Fold
 from gccomm_mpi.channel import Channel, Operation, cached, thread_refusal
 from gccomm_mpi.exchange import PIECE_BYTES
 from gccomm_mpi.failure import abort_job, guard
-from gccomm_mpi.hierarchy import Between, Shared
+from gccomm_mpi.hierarchy import Between, Column, Shared
 from gccomm_mpi.hops import fold
 from gccomm_mpi.link import Flight
 from gccomm_mpi.messages import pieces
@@ -216,6 +216,29 @@ class MpiBackend:
         if self._closed:
             raise BackendError("a reduction between hosts: this communicator is closed")
         return Between(self._channel, place)
+
+    @property
+    def layered(self) -> list[int] | None:
+        """The host of every rank, where hosts were asked to reduce first; None elsewhere, and on one host."""
+        return self._channel.host_of if self._channel.layered else None
+
+    def column(self) -> Column:
+        """Return the reductions over the ranks at this one's place of all hosts; collective.
+
+        Every host must have as many ranks.
+        """
+        with self._operation("making communicators", None) as channel:
+            channel.arrive("making communicators")
+            return Column(channel, channel.column())
+
+    @property
+    def broken(self) -> str | None:
+        """Why the communicator cannot be used any more; None where it can."""
+        return self._channel.broken
+
+    def forsake(self, reason: str) -> None:
+        """Take the communicator for broken, for a reason outside of MPI: closing it then waits for nobody."""
+        self._channel.broken = self._channel.broken or reason
 
     @property
     def algorithms(self) -> list[str]:

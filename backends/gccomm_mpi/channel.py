@@ -85,6 +85,10 @@ class Channel:
         self.window: Window | None = None  # of ranks that all share a host
         self.hierarchy: Hierarchy | None = None
         self.hosts: Hosts | None = None  # where hosts add up their ranks' floats before they compress
+        self.host_of = _hosts(comm, host)  # every rank's host
+        several = 1 < len(set(self.host_of)) < comm.size  # hosts, some of several ranks
+        self.layered = settings.layered and several  # on devices, too, hosts reduce first
+        self.columns: Messages | None = None  # between the ranks at this one's place, once it is asked for
         self.no_window = "" if settings.windows else "GCCOMM_WINDOW=0"
         sizes = comm.allgather(host.size)
         if settings.windows and max(sizes) > 1 and (self.one_host or settings.levels != "flat"):
@@ -105,15 +109,25 @@ class Channel:
             self.window = window
         else:
             speakers = min(sizes) if floats else 1
-            color = host.rank if host.rank < speakers else MPI.UNDEFINED
-            firsts = self.comm.allgather(host.bcast(self.comm.rank))  # of each rank's host its first rank
-            index = sorted(set(firsts)).index(firsts[self.comm.rank])
-            column, found = self.comm.Split(color, index), None
-            if column != MPI.COMM_NULL:
-                found = Messages(self, Link(column, self.segment_bytes))
+            index, found = self.host_of[self.comm.rank], self._column(host.rank, speakers)
             self.hierarchy = Hierarchy(window, found, host.rank, slot_bytes(most), self.go_on)
             if floats:
-                self.hosts = Hosts(len(set(firsts)), index, host.rank, speakers)
+                self.hosts = Hosts(len(set(self.host_of)), index, host.rank, speakers)
+
+    def _column(self, place: int, speakers: int) -> Messages | None:
+        """Return what ranks at one place of all hosts exchange, where it is below a number; collective."""
+        color = place if place < speakers else MPI.UNDEFINED
+        column = self.comm.Split(color, self.host_of[self.comm.rank])
+        return None if column == MPI.COMM_NULL else Messages(self, Link(column, self.segment_bytes))
+
+    def column(self) -> Messages:
+        """Return what the ranks at this one's place exchange, of hosts that have as many each; collective."""
+        if self.hosts is not None and self.hierarchy is not None and self.hierarchy.column is not None:
+            return self.hierarchy.column
+        if self.columns is None:
+            self.columns = self._column(self.local_rank, self.comm.size)
+        assert self.columns is not None
+        return self.columns
 
     def operation(self, name: str, buffers: Any) -> Operation:
         """Return the context of one collective call."""
@@ -206,11 +220,12 @@ class Channel:
         if self.broken is None:
             with Operation(self, "close", None):
                 self.arrive("close")
-                if self.hierarchy is not None and self.hierarchy.column is not None:
-                    self.hierarchy.column.link.comm.Free()
+                columns = self.columns, self.hierarchy.column if self.hierarchy is not None else None
+                for column in filter(None, columns):
+                    column.link.comm.Free()
                 self.comm.Free()
         self.broken = self.broken or "it is closed"
-        self.window = self.hierarchy = None  # unmaps it
+        self.window = self.hierarchy = self.columns = None  # unmaps it
 
 
 class Operation:
@@ -252,13 +267,15 @@ class Operation:
 
 class Settings(NamedTuple):
     """Whether ranks of a host share memory; "flat", "words" or "floats": what hosts of several ranks do
-    first; the algorithm that is named; and whether the MPI library is given memory of devices.
+    first; the algorithm that is named; whether the MPI library is given memory of devices; and whether hosts
+    were asked to do something first.
     """
 
     windows: bool
     levels: str
     algorithm: str | None
     cuda: bool
+    layered: bool
 
 
 _LEVELS = {"": "words", "0": "flat", "1": "words", "words": "words", "floats": "floats"}
@@ -295,7 +312,14 @@ def _settings(comm: Any, hierarchical: bool | None) -> Settings:
     window, levels, algorithm, cuda = found[0]
     if levels == "" and asked[0] is not None:
         levels = "floats" if asked[0] else "0"
-    return Settings(window != "0", _LEVELS[levels], algorithm or None, cuda == "1")
+    asks = levels != "" and _LEVELS[levels] != "flat"
+    return Settings(window != "0", _LEVELS[levels], algorithm or None, cuda == "1", asks)
+
+
+def _hosts(comm: Any, host: Any) -> list[int]:
+    """Return the host of every rank, hosts in the order of their first ranks; collective."""
+    firsts = comm.allgather(host.bcast(comm.rank))
+    return [sorted(set(firsts)).index(first) for first in firsts]
 
 
 def _agree_on(comm: Any, check: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gccomm_mpi.messages import Messages
     from gccomm_mpi.window import Window
 
-__all__ = ["Between", "Hierarchy", "Shared"]
+__all__ = ["Between", "Column", "Hierarchy", "Shared"]
 
 Array = npt.NDArray[Any]
 
@@ -171,16 +171,10 @@ class Between:
 
     def begin(self, kind: str, send: Array, recv: Array, /) -> Shared:
         """Begin a reduction; see `gccomm.backends.Backend`."""
-        operator = {"maximum": MAXIMUM, "words": SUM}.get(kind) or sum_of(kind)  # type: ignore[arg-type]
-        name = f"{kind} between hosts"
-        flight, column, flat = None, self._column, recv.reshape(-1)
+        name, flight, flat = f"{kind} between hosts", None, recv.reshape(-1)
         with self._channel.operation(name, (send, recv)):
-            if column is not None and flat.size:
-                source = flat if send is recv else send.reshape(-1)
-                if flat.nbytes <= PIECE_BYTES and flat.size <= column.max_count:
-                    flight = column.begin(name, source, flat, operator)
-                else:
-                    column.reduce(name, source, flat, operator)
+            if self._column is not None:
+                flight = _begin(self._column, name, kind, flat if send is recv else send.reshape(-1), flat)
         return Shared(name, flight, flat, self._place)
 
     def _reduce(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
@@ -188,3 +182,40 @@ class Between:
             if self._column is not None:
                 self._column.reduce(name, send, recv, operator)
             self._hierarchy.share(name, recv.reshape(-1), self._place)
+
+
+def _begin(column: Messages, name: str, kind: str, send: Array, recv: Array) -> Flight | None:
+    """Begin a reduction over a column; None: it is complete."""
+    operator = {"maximum": MAXIMUM, "words": SUM}.get(kind) or sum_of(kind)  # type: ignore[arg-type]
+    if recv.size == 0:
+        return None
+    if recv.nbytes <= PIECE_BYTES and recv.size <= column.max_count:
+        return column.begin(name, send, recv, operator)
+    column.reduce(name, send, recv, operator)
+    return None
+
+
+class Column:
+    """Reductions over the ranks at one place of all hosts, each of which has something of its own.
+
+    Parameters
+    ----------
+    channel : Channel
+        Of all ranks.
+    messages : Messages
+        Between those.
+    """
+
+    def __init__(self, channel: Channel, messages: Messages) -> None:
+        self._channel, self._messages = channel, messages
+
+    def begin(self, kind: str, words: Array, /) -> Flight | None:
+        """Begin to reduce an array in place: "maximum", "words" or a float format; None: it is complete."""
+        name = f"{kind} between hosts"
+        with self._channel.operation(name, words):
+            return _begin(self._messages, name, kind, words, words)
+
+    def end(self, flight: Flight, /) -> None:
+        """Complete a reduction that was begun."""
+        with self._channel.operation(flight.name, flight.buffers):
+            self._channel.land(flight)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gccomm import backends
@@ -84,6 +86,8 @@ def over(backend: backends.Backend, *, device: int | None = None) -> NcclBackend
 def beside(backend: backends.Backend, device: int) -> PairBackend:
     """Return a back end with NCCL beside it, for what lies on each rank's device; collective.
 
+    Where hosts were asked to reduce first (``layered`` of the back end), there is a communicator for each.
+
     Parameters
     ----------
     backend : Backend
@@ -94,10 +98,14 @@ def beside(backend: backends.Backend, device: int) -> PairBackend:
     Raises
     ------
     BackendError
-        As of :func:`connect`, on all ranks.
+        As of :func:`connect`, on all ranks; or hosts, which are to reduce first, have unequal numbers of
+        ranks.
     """
     from gccomm_nccl.backend import NcclBackend
     from gccomm_nccl.pair import PairBackend
+
+    if (hosts := getattr(backend, "layered", None)) is not None:
+        return _by_host(backend, device, hosts)
 
     return PairBackend(backend, NcclBackend(_join(backend, device, owns=False)))
 
@@ -109,6 +117,27 @@ def _join(backend: backends.Backend, device: int | None, *, owns: bool) -> Chann
     peers = BackendPeers(backend, owns=owns)
     comm, library, hosts, local_rank = join(peers, device)
     return Channel(comm, library, hosts, local_rank, peers)
+
+
+def _by_host(backend: Any, device: int, hosts: Sequence[int]) -> PairBackend:
+    """Make a communicator for each host; collective."""
+    from gccomm_nccl.backend import NcclBackend
+    from gccomm_nccl.by_host import HostBackend
+    from gccomm_nccl.channel import Channel
+    from gccomm_nccl.joining import BackendPeers, join
+
+    counts = Counter(hosts).values()
+    if min(counts) < max(counts):
+        raise BackendError(
+            f"hosts have {min(counts)} to {max(counts)} ranks, and where each is to reduce first, NCCL needs "
+            "as many on every one"
+        )
+    peers = BackendPeers(backend, owns=False, follows=True)
+    comm, library, names, _ = join(peers, device, hosts)
+    mine = [name for name, host in zip(names, hosts, strict=True) if host == hosts[backend.rank]]
+    called = backend.rank, backend.size
+    channel = Channel(comm, library, mine, comm.rank, peers, called=called)
+    return HostBackend(backend, NcclBackend(channel), backend.column())
 
 
 def _on(comm: Any, device: int | None) -> NcclBackend:

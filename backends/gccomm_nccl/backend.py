@@ -17,10 +17,10 @@ from gccomm_nccl.channel import Channel
 from gccomm_nccl.library import BYTES
 from gccomm_nccl.staging import Staging
 
-__all__ = ["NcclBackend"]
+__all__ = ["KINDS", "NcclBackend", "check_float"]
 
 Array = npt.NDArray[Any]
-_KINDS = {"maximum": ("uint32", "max"), "words": ("uint32", "sum")}
+KINDS = {"maximum": ("uint32", "max"), "words": ("uint32", "sum")}
 
 
 class NcclBackend:
@@ -95,7 +95,7 @@ class NcclBackend:
 
     def begin(self, kind: str, send: Any, recv: Any, /) -> tuple[int, Any] | None:
         """Begin a reduction, "maximum", "words" or a float format; None: of host memory, it is complete."""
-        dtype, operator = _KINDS.get(kind, (kind, "sum"))
+        dtype, operator = KINDS.get(kind, (kind, "sum"))
         name = f"{kind} of {recv.size}"
         if isinstance(recv, np.ndarray) or recv.size == 0:
             self._reduce(name, send, recv, dtype, operator)
@@ -124,13 +124,13 @@ class NcclBackend:
         ValueError
             `dtype` is no float format.
         """
-        _check_float(dtype)
+        check_float(dtype)
         self._reduce(f"sum of {recv.size} {dtype}", send, recv, dtype, "sum")
 
     def sum_many(self, pairs: Sequence[tuple[DeviceBuffer, DeviceBuffer]], dtype: FloatName | str, /) -> None:
         """Sum several buffers of one device stream, (send, recv) each, in one launch; "uint32" for words."""
         if dtype != "uint32":
-            _check_float(dtype)
+            check_float(dtype)
         if not pairs:
             return
         stream = pairs[0][0].stream
@@ -253,7 +253,7 @@ class NcclBackend:
         """Break the communicator, and make the other ranks fail soon; over MPI that ends the job. Not
         collective.
         """
-        self._channel.fail(BackendError(f"rank {self.rank} aborted: {reason}"))
+        self._channel.fail(BackendError(f"rank {self._channel.patience.rank} aborted: {reason}"))
         if self._channel.peers is not None:
             self._channel.peers.abort(reason)
 
@@ -272,7 +272,8 @@ def _octets(array: Array) -> npt.NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
 
 
-def _check_float(dtype: str) -> None:
+def check_float(dtype: str) -> None:
+    """Raise ValueError for what is no float format."""
     if dtype not in BYTES or dtype in ("uint8", "uint32"):
         names = [name for name in BYTES if not name.startswith("uint")]
         raise ValueError(f"`dtype` must be one of {', '.join(names)}; got {dtype!r}")

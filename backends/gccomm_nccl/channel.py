@@ -46,6 +46,8 @@ class Channel:
         Close that with the channel.
     frees : bool
         Free `comm` with the channel; in any case it is aborted where something fails.
+    called : tuple of (int, int), optional
+        Rank and number of ranks in reports, where they are not those of `comm`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Channel:
         *,
         owns: bool = True,
         frees: bool = True,
+        called: tuple[int, int] | None = None,
     ) -> None:
         self.comm, self.library, self.hosts, self.local_rank = comm, library, hosts, local_rank
         self.peers, self._owns, self._frees = peers, owns, frees
@@ -66,7 +69,8 @@ class Channel:
         self.device = self.cupy.cuda.Device(comm.device)
         with self.device:
             self.stream = self.cupy.cuda.Stream(non_blocking=True)
-        self.patience = Patience(comm.rank, comm.size)
+        self.patience = Patience(*(called or (comm.rank, comm.size)))
+        self.meanwhile: Callable[[], object] = lambda: None  # called while the host waits
         self.interrupt_deadline: float | None = None
         self.background = False  # the program computes meanwhile
         self.users = 0
@@ -96,7 +100,7 @@ class Channel:
         status = int(self.runtime.eventQuery(event.ptr))
         if status not in (_READY, _NOT_READY):
             raise BackendError(
-                f"rank {self.comm.rank}: the CUDA device {self.comm.device} failed: error {status}"
+                f"rank {self.patience.rank}: the CUDA device {self.comm.device} failed: error {status}"
             )
         return status == _READY
 
@@ -116,7 +120,7 @@ class Channel:
         except Exception as error:
             if self.broken is not None:  # the watchdog has ended the call
                 self.require_whole(name)
-            text = f"rank {self.comm.rank}: NCCL failed in {self.patience.describe(name)}: {error}"
+            text = f"rank {self.patience.rank}: NCCL failed in {self.patience.describe(name)}: {error}"
             self.fail(BackendError(text))
             self._error = None  # raised here
             raise BackendError(text) from error
@@ -174,10 +178,11 @@ class Channel:
             self.require_whole(name)
             if self.done(event):
                 return
+            self.meanwhile()
             waited = wait.check()
             if self.interrupt_deadline is not None and time.monotonic() >= self.interrupt_deadline:
                 text = f"interrupted while waiting in {self.patience.describe(name)}"
-                raise BackendError(f"rank {self.comm.rank}: {text}")
+                raise BackendError(f"rank {self.patience.rank}: {text}")
             if waited < SHORT_S and not self.background:
                 os.sched_yield()
             else:
@@ -229,14 +234,14 @@ class Channel:
             if (found := look()) is not None:
                 raise found
         if self.peers is not None and (lost := self.peers.lost()) is not None:
-            return f"rank {self.comm.rank}: {lost}"
+            return f"rank {self.patience.rank}: {lost}"
         if not self._freeing.acquire(blocking=False):
             return None
         try:
             failed = None if self.broken is not None else self.comm.failure()
         finally:
             self._freeing.release()
-        return None if failed is None else f"rank {self.comm.rank}: NCCL has failed: {failed}"
+        return None if failed is None else f"rank {self.patience.rank}: NCCL has failed: {failed}"
 
     def release(self, finish: Callable[[], None]) -> None:
         """Give up one handle; the last one frees the communicator, after `finish`, if it is not broken."""

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -59,10 +59,12 @@ class BackendPeers:
         Of the ranks.
     owns : bool
         Close it with this object, and abort it.
+    follows : bool
+        Where it is broken NCCL is, too.
     """
 
-    def __init__(self, backend: Backend, *, owns: bool = True) -> None:
-        self.backend, self._owns = backend, owns
+    def __init__(self, backend: Backend, *, owns: bool = True, follows: bool = False) -> None:
+        self.backend, self._owns, self._follows = backend, owns, follows
         self.rank, self.size = backend.rank, backend.size
         self.local_rank: int | None = backend.local_rank
 
@@ -77,8 +79,9 @@ class BackendPeers:
                 return found
 
     def lost(self) -> str | None:
-        """Return None: the other back end's launcher ends the job."""
-        return None
+        """Return what has broken the other back end, if NCCL follows; else its launcher ends the job."""
+        found: str | None = getattr(self.backend, "broken", None) if self._follows else None
+        return found
 
     def warn(self, reason: str) -> None:
         """Do nothing: the others find out by themselves."""
@@ -111,7 +114,7 @@ def host_name() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
-def join(peers: Peers, device: int | None = None) -> Joined:
+def join(peers: Peers, device: int | None = None, groups: Sequence[int] | None = None) -> Joined:
     """Make the communicator; collective, with the same error on all ranks.
 
     Parameters
@@ -120,6 +123,8 @@ def join(peers: Peers, device: int | None = None) -> Joined:
         All of them.
     device : int, optional
         This process's CUDA device; by default that of its local rank.
+    groups : sequence of int, optional
+        The group of every rank, where each group is to have a communicator of its own.
 
     Raises
     ------
@@ -137,18 +142,20 @@ def join(peers: Peers, device: int | None = None) -> Joined:
     found, error = _attempt(lambda: devices(local_rank, device))
     number, name = found or (0, "")
     report: dict[str, Any] = {"device": name}
-    if peers.rank == 0 and error is None:
+    group = [0] * peers.size if groups is None else groups
+    members = [rank for rank in range(peers.size) if group[rank] == group[peers.rank]]
+    if peers.rank == members[0] and error is None:
         unique, error = _attempt(library.unique_id)
         report["id"] = (unique or b"").hex()
     second = _agree(peers, report, error)
     _check_apart(hosts, [r["device"] for r in second])
-    unique_id = bytes.fromhex(second[0]["id"])
+    unique_id = bytes.fromhex(second[members[0]]["id"])
 
     def connect() -> Comm:
         import cupy
 
         with cupy.cuda.Device(number):  # of this thread
-            return library.join(peers.size, peers.rank, unique_id)
+            return library.join(len(members), members.index(peers.rank), unique_id)
 
     comm, error = _attempt(lambda: patiently(connect, Patience(peers.rank, peers.size), "joining NCCL"))
     _agree(peers, {}, error)

@@ -40,6 +40,22 @@ class Comm(Protocol):
         """Overwrite bytes with those of rank `root`."""
         ...
 
+    def reduce(
+        self, send: int, recv: int, count: int, dtype: str, operator: str, root: int, stream: int
+    ) -> None:
+        """Reduce `count` items into `recv` of rank `root`; the others' is not used."""
+        ...
+
+    def reduce_scatter(
+        self, send: int, recv: int, count: int, dtype: str, operator: str, stream: int
+    ) -> None:
+        """Reduce `count` items for each rank, which lie in `send` in the order of the ranks, into `recv`."""
+        ...
+
+    def all_gather(self, send: int, recv: int, count: int, dtype: str, stream: int) -> None:
+        """Collect `count` items of each rank in `recv`, in the order of the ranks."""
+        ...
+
     def split(self, color: int | None, key: int) -> Comm | None:
         """Make one communicator per color; collective."""
         ...
@@ -94,6 +110,19 @@ class _CupyComm:
 
     def broadcast(self, buffer: int, nbytes: int, root: int, stream: int) -> None:
         self._comm.broadcast(buffer, buffer, nbytes, TYPES["uint8"], root, stream)
+
+    def reduce(
+        self, send: int, recv: int, count: int, dtype: str, operator: str, root: int, stream: int
+    ) -> None:
+        self._comm.reduce(send, recv, count, TYPES[dtype], OPERATORS[operator], root, stream)
+
+    def reduce_scatter(
+        self, send: int, recv: int, count: int, dtype: str, operator: str, stream: int
+    ) -> None:
+        self._comm.reduceScatter(send, recv, count, TYPES[dtype], OPERATORS[operator], stream)
+
+    def all_gather(self, send: int, recv: int, count: int, dtype: str, stream: int) -> None:
+        self._comm.allGather(send, recv, count, TYPES[dtype], stream)
 
     def split(self, color: int | None, key: int) -> Comm | None:
         made = self._comm.commSplit(_NO_COLOR if color is None else color, key)
@@ -185,6 +214,24 @@ class _Nccl4pyComm:
     def broadcast(self, buffer: int, nbytes: int, root: int, stream: int) -> None:
         array = self._array(buffer, nbytes, "uint8")
         self._comm.broadcast(array, array, root, stream=stream)
+
+    def reduce(
+        self, send: int, recv: int, count: int, dtype: str, operator: str, root: int, stream: int
+    ) -> None:
+        source, target = self._array(send, count, dtype), self._array(recv, count, dtype)
+        self._comm.reduce(source, target, self._operators[operator], root, stream=stream)
+
+    def reduce_scatter(
+        self, send: int, recv: int, count: int, dtype: str, operator: str, stream: int
+    ) -> None:
+        source = self._array(send, count * self.size, dtype)
+        target = self._array(recv, count, dtype)
+        self._comm.reduce_scatter(source, target, self._operators[operator], stream=stream)
+
+    def all_gather(self, send: int, recv: int, count: int, dtype: str, stream: int) -> None:
+        source = self._array(send, count, dtype)
+        target = self._array(recv, count * self.size, dtype)
+        self._comm.allgather(source, target, stream=stream)
 
     def split(self, color: int | None, key: int) -> Comm | None:
         made = self._comm.split(color, key)

@@ -8,9 +8,10 @@ import numpy as np
 
 from gccomm.agreement import MESSAGE_WORDS
 from gccomm.backends import Activity
+from gccomm.errors import BackendError
 from gccomm_nccl.backend import NcclBackend
 
-__all__ = ["PairBackend"]
+__all__ = ["PairBackend", "complete"]
 
 
 class PairBackend:
@@ -91,7 +92,7 @@ class PairBackend:
         words = kind in ("maximum", "words")
         found = self._of(recv) if words or not isinstance(recv, np.ndarray) else self._base
         if not hasattr(found, "begin"):
-            _complete(found, kind, send, recv)
+            complete(found, kind, send, recv)
             return None
         handle = found.begin(kind, send, recv)
         return None if handle is None else (found, handle)
@@ -101,7 +102,12 @@ class PairBackend:
         handle[0].end(handle[1])
 
     def close(self) -> None:
-        """Release both."""
+        """Release both; where one is broken, so is the other."""
+        channel, reason = self._nccl.channel, getattr(self._base, "broken", None)
+        if reason is not None:
+            channel.fail(BackendError(reason))
+        elif channel.broken is not None and hasattr(self._base, "forsake"):
+            self._base.forsake(channel.broken)
         self._nccl.close()
         self._base.close()
 
@@ -116,7 +122,7 @@ class PairBackend:
         self._nccl.set_activity(activity)
 
 
-def _complete(backend: Any, kind: str, send: Any, recv: Any) -> None:
+def complete(backend: Any, kind: str, send: Any, recv: Any) -> None:
     """Do a reduction, where there is no beginning and ending it."""
     if kind == "maximum":
         backend.maximum(recv)

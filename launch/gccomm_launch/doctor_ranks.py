@@ -15,7 +15,7 @@ from gccomm_launch.doctor_cuda import cuda, devices_of
 from gccomm_launch.doctor_findings import WIDTH, Answer, Finding, ask, print_report
 from gccomm_launch.doctor_host import host
 from gccomm_launch.doctor_mpi import cuda_aware_mpi, facts, judge_mpi
-from gccomm_launch.doctor_trials import check, device_of, judge_trial, on_device, registered
+from gccomm_launch.doctor_trials import by_host, check, device_of, judge_trial, on_device, registered
 
 __all__ = ["bindings", "mismatch", "of_job", "others_problems"]
 
@@ -71,7 +71,7 @@ def _joined(
     ranks: list[dict[str, Any]] = world.allgather(_self(of_cuda))
     findings += [*of_cuda, *cuda_aware_mpi(said, devices_of(of_cuda), os.environ), *bindings(ranks)]
     with _watched("the self-tests", timeout_s, findings, world.rank == 0):
-        findings += _trials(all(rank["devices"] for rank in ranks))
+        findings += _trials(all(rank["devices"] for rank in ranks), [rank["host"] for rank in ranks])
     problems: list[list[Finding]] = world.allgather([f for f in findings if f.status == "problem"])
     if world.rank == 0:
         print_report([*findings, *others_problems(problems)], as_json, ranks)
@@ -189,8 +189,8 @@ def bindings(ranks: Sequence[dict[str, Any]]) -> list[Finding]:
     return found
 
 
-def _trials(devices: bool) -> list[Finding]:
-    """Return what comes of the self-tests on all ranks."""
+def _trials(devices: bool, hosts: Sequence[str]) -> list[Finding]:
+    """Return what comes of the self-tests on all ranks, which are on these hosts."""
     import gccomm
 
     found = [_trial("mpi", lambda: check(gccomm.init()))]
@@ -198,6 +198,8 @@ def _trials(devices: bool) -> list[Finding]:
         found.append(_trial("mpi-gpu", lambda: on_device(gccomm.init())))
         if "nccl" in registered():
             found.append(_trial("nccl", lambda: on_device(gccomm.init(backend="nccl"))))
+            if 1 < len(set(hosts)) < len(hosts):
+                found.append(_trial("nccl-by-host", by_host))
     return found
 
 

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import sys
+import warnings
 import zlib
 from collections.abc import Sequence
 from importlib.metadata import entry_points
@@ -19,6 +20,7 @@ from gccomm_launch.doctor_findings import Answer, Finding, ask
 __all__ = [
     "CODECS",
     "WrongSumError",
+    "by_host",
     "check",
     "device_of",
     "judge_trial",
@@ -86,6 +88,8 @@ def judge_trial(name: str, answer: Answer) -> Finding:
     text = f"sums of {', '.join(facts['codecs'])} are right"
     if facts["ranks"] > 1:
         text = f"{facts['ranks']} ranks: {text}, and the same on all"
+    if name == "nccl-by-host" and "by-host" not in facts["back_end"]:
+        return Finding(subject, "absent", "; ".join([*facts["notes"], "over MPI " + text]), facts=facts)
     if facts.get("no_window"):
         text += f"; ranks do not share memory: {facts['no_window']}"
     return Finding(subject, "ok", text, facts=facts)
@@ -157,6 +161,28 @@ def on_device(comm: Any) -> dict[str, Any]:
     place = device_of(comm.local_rank, count, os.environ.get("GCCOMM_CUDA_DEVICE"))
     with cupy.cuda.Device(place):
         return check(comm, cupy)
+
+
+def by_host() -> dict[str, Any]:
+    """Do that with NCCL within hosts and MPI between them; collective over the job.
+
+    Returns
+    -------
+    dict
+        As of :func:`check`, with "back_end", and in "notes" why NCCL has not joined, if so.
+    """
+    from mpi4py import MPI
+
+    import gccomm
+
+    parent = MPI.COMM_WORLD.Dup()
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        with gccomm.init(comm=parent, hierarchical=True) as comm:
+            on_device(comm)  # after whose first call NCCL joins
+            found = {**on_device(comm), "back_end": comm.backend}
+    parent.Free()
+    return {**found, "notes": [str(note.message) for note in notes]}
 
 
 def _require_same(comm: Any, digest: int, codec: str) -> None:

@@ -22,6 +22,14 @@ __all__ = ["ALL_CODECS", "compare", "expected", "own_operation", "reduced"]
 
 STEPS = 3
 ALL_CODECS = (*CODECS, "rehop", "uniform:widening=True")
+ON_DEVICE = (
+    "uniform:wire_bits=5",
+    "rotated:headroom=safe",
+    "rotated:wire_bits=4,headroom=checked",
+    "raw",
+    "bf16",
+)
+"""Codecs whose words stay there."""
 FLOAT_SUMS = ("raw", "bf16", "fp16", "powersgd", "topkc")
 """Codecs whose float sums need not have the same bits in another order."""
 
@@ -29,6 +37,12 @@ FLOAT_SUMS = ("raw", "bf16", "fp16", "powersgd", "topkc")
 def own_operation(codec: str) -> bool:
     """Return whether a codec reduces by an operation of gccomm's own, which NCCL has not."""
     return get_codec(codec).operation is not None
+
+
+def floats_of(step: int, ranks: int, rank: int) -> dict[str, Any]:
+    """Return a rank's arrays of floats and complex numbers."""
+    tree = trees(step, ranks)[rank]
+    return {key: value for key, value in tree.items() if value.dtype.kind in "fc" or key == "brain"}
 
 
 def reduced(comm: gccomm.Communicator, codec: str, place: Any = None) -> tuple[Any, Any]:
@@ -46,8 +60,7 @@ def reduced(comm: gccomm.Communicator, codec: str, place: Any = None) -> tuple[A
     reducer = gccomm.Reducer(codec, comm=comm, op="mean", seed=5)
     found: dict[str, Any] = {}
     for step in range(STEPS):
-        tree = trees(step, comm.size)[comm.rank]
-        mine = {key: value for key, value in tree.items() if value.dtype.kind in "fc" or key == "brain"}
+        mine = floats_of(step, comm.size, comm.rank)
         if place is not None:
             mine = {key: place.asarray(value) for key, value in mine.items()}
             assert all(isinstance(value, place.ndarray) for value in mine.values())
@@ -106,10 +119,56 @@ def launched(comm: gccomm.Communicator, cupy: Any) -> Any:
     return graph
 
 
+def on_two_hosts() -> gccomm.Communicator:
+    """Return a communicator of this job's ranks, of which two each are on made-up hosts."""
+    import gccomm_mpi.channel
+    from mpi4py import MPI
+
+    from tests.mpi.test_hierarchy import OnHosts
+
+    duplicate: Any = gccomm_mpi.channel._duplicate
+    made_up: Any = lambda comm: OnHosts(duplicate(comm), lambda rank: rank // 2)  # noqa: E731
+    gccomm_mpi.channel._duplicate = made_up
+    return gccomm.init(comm=MPI.COMM_WORLD.Dup())
+
+
+def compare_sums_of_hosts(comm: gccomm.Communicator, codec: str, cupy: Any) -> None:
+    """Raise AssertionError unless the device gives the bits of the simulation with hosts of two ranks."""
+    hosts = [rank // 2 for rank in range(comm.size)]
+    *_, (_, _, want, _) = testing.simulate_steps(
+        lambda step: [floats_of(step, comm.size, rank) for rank in range(comm.size)],
+        codec, "mean", 5, STEPS, hosts=hosts,
+    )  # fmt: skip
+    found, _ = reduced(comm, codec, cupy)
+    for key, value in want[comm.rank].items():
+        assert_alike(found[key], value, not codec.startswith(FLOAT_SUMS), f"{codec}: results of {key}")
+
+
+def by_host() -> None:
+    """Compare codecs whose words stay on a device, with NCCL within hosts and MPI between them.
+
+    What hosts add up is what ``GCCOMM_HIERARCHY`` says.
+    """
+    import cupy
+
+    comm, floats = on_two_hosts(), os.environ["GCCOMM_HIERARCHY"] == "floats"
+    place = comm.local_rank % cupy.cuda.runtime.getDeviceCount()
+    with cupy.cuda.Device(place), cupy.cuda.Stream(non_blocking=True):
+        comm.allreduce(cupy.ones(1000, cupy.float32))
+        assert comm.backend == "mpi+nccl-by-host", comm.backend
+        for codec in ON_DEVICE:
+            (compare_sums_of_hosts if floats else compare)(comm, codec, cupy)
+    print(f"rank {comm.rank} of {comm.size}: {len(ON_DEVICE)} codecs", flush=True)
+    comm.close()
+
+
 def main(backend: str) -> None:
     """Compare all codecs on the ranks of a job that may share a GPU; over NCCL launch a graph, and close the
     communicator before it.
     """
+    if backend == "by-host":
+        by_host()
+        return
     import cupy
 
     comm = gccomm.init(backend=backend)

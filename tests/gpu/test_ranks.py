@@ -15,7 +15,7 @@ from gccomm_launch.doctor_findings import outside
 from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 
 import gccomm
-from tests.gpu.programs import ALL_CODECS, own_operation
+from tests.gpu.programs import ALL_CODECS, ON_DEVICE, own_operation
 
 PROGRAM = str(Path(__file__).with_name("programs.py"))
 LIMIT_S = 400
@@ -68,16 +68,29 @@ def test_two_gpus_over_nccl(cupy: Any) -> None:
     over_nccl([0, 1])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_a_gpu_over_mpi(ranks: int) -> None:
+def over_mpi(ranks: int, what: str, codecs: int, **variables: str) -> None:
+    """Run the program under a launcher of MPI's."""
     try:
         find_launcher()
     except NoLauncherError as error:
         pytest.skip(str(error))
-    command = [sys.executable, "-m", "gccomm_launch", "run", "-n", str(ranks), PROGRAM, "mpi"]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    command = [sys.executable, "-m", "gccomm_launch", "run", "-n", str(ranks), PROGRAM, what]
+    env = environment(**variables)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(ranks):
-        assert f"rank {rank} of {ranks}: {len(ALL_CODECS)} codecs" in done.stdout
+        assert f"rank {rank} of {ranks}: {codecs} codecs" in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_a_gpu_over_mpi(ranks: int) -> None:
+    over_mpi(ranks, "mpi", len(ALL_CODECS))
+
+
+@pytest.mark.parametrize("levels", ["words", "floats"])
+def test_nccl_within_made_up_hosts_that_share_a_gpu(levels: str) -> None:
+    version = nccl_version()
+    if version < SHARED_FROM:
+        pytest.skip(f"NCCL {nccl_text(version)} lets no ranks share a GPU; 2.30 does")
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "GCCOMM_HIERARCHY": levels}
+    over_mpi(4, "by-host", len(ON_DEVICE), **shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import gccomm_mpi.channel
 import gccomm_mpi.device
 import numpy as np
 import pytest
@@ -14,16 +15,25 @@ from gccomm import kernels
 from tests.devices import cupy, on_device
 from tests.fake_cupy import FakeCupy
 from tests.mpi.test_device_arrays import CODECS, same, steps
+from tests.mpi.test_hierarchy import OnHosts
 
 __all__ = ["cupy"]
 
 
 @pytest.fixture
-def ranks(world: Any, cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def ranks(
+    request: pytest.FixtureRequest, world: Any, cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     monkeypatch.setenv("GCCOMM_MPI_CUDA", "1")
     monkeypatch.setattr(gccomm_mpi.device, "cuda_support", lambda: True)
+    floats = getattr(request, "param", False)
+    if floats:
+        monkeypatch.setenv("GCCOMM_ALLREDUCE", "ring")  # whose order float sums have
+        duplicate = gccomm_mpi.channel._duplicate
+        pairs = lambda rank: rank // 2  # noqa: E731
+        monkeypatch.setattr(gccomm_mpi.channel, "_duplicate", lambda comm: OnHosts(duplicate(comm), pairs))
     parent = world.Dup()
-    with gccomm.init("mpi", comm=parent) as made:
+    with gccomm.init("mpi", comm=parent, hierarchical=floats) as made:
         yield made
     parent.Free()
 
@@ -34,6 +44,14 @@ def test_steps_give_the_bits_of_numpy(codec: str, ranks: Any, world: Any, cupy: 
     expected = steps(ranks, codec, None)
     floats = codec in ("raw", "bf16", "fp16", "powersgd", "topkc") and world.size > 2
     assert floats or all(map(same, found, expected))
+
+
+@pytest.mark.parametrize("ranks", [True], indirect=True)
+@pytest.mark.parametrize("codec", ["uniform:wire_bits=5", "rotated:wire_bits=4,headroom=checked", "fp16"])
+def test_hosts_that_add_up_floats_do_so_on_the_host(codec: str, ranks: Any, cupy: FakeCupy) -> None:
+    if ranks.size < 3:
+        pytest.skip("too few ranks for two hosts, one of them of two")
+    assert all(map(same, steps(ranks, codec, cupy), steps(ranks, codec, None)))
 
 
 def test_a_device_for_a_whole_tree(ranks: Any, cupy: FakeCupy) -> None:
