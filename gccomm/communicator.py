@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import is_
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,26 +18,26 @@ from gccomm import arrays, on_device, trees
 from gccomm.agreement import Call, digest
 from gccomm.backends import Backend, room_of
 from gccomm.boards import Boards
-from gccomm.checks import check_options, integer
-from gccomm.codecs import Codec, get_codec
+from gccomm.checks import integer
+from gccomm.codecs import Codec
 from gccomm.engine import Outcome, rendezvous
 from gccomm.errors import BackendError, CollectiveTimeout, NegotiationError
 from gccomm.hosts import Hosts
 from gccomm.interop import order
 from gccomm.interrupts import HoldInterrupts
-from gccomm.reduction import Attempt, Options, Place, Reduction
+from gccomm.reduction import Attempt, Place, Reduction
+from gccomm.reductions import Reductions
 from gccomm.repeats import Repeat
 from gccomm.stats import Stats
 from gccomm.thread import Worker
-from gccomm.transfers import Broadcast, Transfer, execute
+from gccomm.transfers import Broadcast, Pause, Transfer, execute
 from gccomm.turns import Exclusive, Turn
-from gccomm.work import Done, Task, Work, snapshot
+from gccomm.work import Done, Parked, Task, Work, snapshot
 
 __all__ = ["Communicator"]
 
 T = TypeVar("T")
 
-REDUCTIONS = 64  # option sets whose plans are kept
 _DEFAULT = "rotated"
 INT32_MAX = (1 << 31) - 1  # colors and keys are C ints in MPI
 
@@ -72,8 +71,7 @@ class Communicator:
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0
-        self._reductions: dict[object, Reduction] = {}
-        self._last: tuple[tuple[object, ...], Reduction] | None = None  # options asked for last, one by one
+        self._reductions = Reductions()
         self.turn = Turn(backend.rank, self.lock, self._shared, os.getpid())
         self._exclusive = Exclusive(self.turn, self._shared)
         self._on_close: Callable[[], None] | None = None
@@ -126,7 +124,7 @@ class Communicator:
     ) -> Any:
         """Reduce over this communicator; see :func:`gccomm.compressed_allreduce`."""
         with self.turn:
-            reduction, error = self._reduction(op, codec, exact_below, nonfinite)
+            reduction, error = self._reductions.of(op, codec, exact_below, nonfinite)
             return self.reduce(reduction, x, out=out, error=error)
 
     def compressed_allreduce_async(
@@ -141,12 +139,12 @@ class Communicator:
     ) -> Work:
         """Begin to reduce over this communicator; see :func:`gccomm.compressed_allreduce_async`."""
         with self.turn:
-            reduction, error = self._reduction(op, codec, exact_below, nonfinite)
+            reduction, error = self._reductions.of(op, codec, exact_below, nonfinite)
             error = error or self.refusal()
             tree, into = snapshot(x), snapshot(out)
             when = order.moment((tree, into))
             task = self.submit(
-                lambda: self._reduce(reduction, tree, into, error, when),
+                lambda: self._reduce(reduction, tree, into, error, when, parks=True),
                 f"compressed_allreduce_async on {self!r}",
             )
         return Work(task, self._shared.get("worker"), self._deliver, self.rank)
@@ -217,8 +215,7 @@ class Communicator:
                 self.turn.drain()
                 self._release()
             self._broken = "closed"
-            self._reductions.clear()
-            self._last = None
+            self._reductions = Reductions()
             self._shared["open"] -= 1
             if self._shared["open"] == 0 and (worker := self._shared.pop("worker", None)) is not None:
                 worker.close()
@@ -255,7 +252,12 @@ class Communicator:
         out: Any,
         error: BaseException | None,
         when: order.Moment | None = None,
-    ) -> Done:
+        *,
+        parks: bool = False,
+    ) -> Any:
+        """Make a call of a reduction in the thread whose turn it is: return what it has done, or a Parked
+        one where it ``parks``.
+        """
         if reduction.reducer == 0:
             reduction.step = self._step
         if out is None and error is None:
@@ -274,7 +276,7 @@ class Communicator:
                 reduction.repeats.keep(attempt, tree)
             return done
 
-        return self.attempt(reduction, tree, finish, out=out, error=error, when=when)
+        return self.attempt(reduction, tree, finish, out=out, error=error, when=when, parks=parks)
 
     def _repeat(self, reduction: Reduction, repeat: Repeat, array: Any) -> Done | None:
         """Repeat a call that was made before; None where it cannot begin: the usual way then reports why."""
@@ -320,9 +322,11 @@ class Communicator:
         error: BaseException | None = None,
         part: str = "",
         when: order.Moment | None = None,
-    ) -> T:
+        parks: bool = False,
+    ) -> T | Parked:
         """Make a call of a reduction, or ``part`` of one, in the thread whose turn it is; return what
-        ``finish`` does. ``when`` it was asked for says what arrays of devices come after.
+        ``finish`` does. ``when`` it was asked for says what arrays of devices come after. If it ``parks``, it
+        may return a call that is to be resumed, where it would wait for a device at its end.
         """
         # The caller's error state is his own: numbers out of range are data here, on every rank.
         with np.errstate(all="ignore"):
@@ -330,10 +334,24 @@ class Communicator:
             attempt.call.communicator = self._number
             attempt.call.policy += part
             attempt.call.error = error or attempt.call.error
+            transfers, end = attempt.transfers(), lambda o: finish(attempt, o)
+            result: T | Parked = self._complete(
+                attempt, lambda: self._drive(attempt.call, transfers, end, parks=parks)
+            )
+            return result
+
+    def _complete(self, attempt: Attempt, drive: Callable[[], Any]) -> Any:
+        """Drive a call to its end, or until it is parked."""
+        with np.errstate(all="ignore"):
+            result = None
             try:
-                result: T = self._drive(attempt.call, attempt.transfers(), lambda o: finish(attempt, o))
+                result = drive()
             finally:
-                attempt.release()
+                if not isinstance(result, Parked):
+                    attempt.release()
+            if isinstance(result, Parked):
+                resume = result.resume
+                return Parked(result.ready, lambda: self._complete(attempt, resume), attempt.release)
             if self._boards.joins and attempt.plan is not None and len(attempt.plan.devices) == 1:
                 self._join(attempt.plan.devices[0])
             return result
@@ -420,35 +438,6 @@ class Communicator:
                 self.turn.drain()
             yield
 
-    def _reduction(
-        self, op: str, codec: str | Codec, exact_below: int, nonfinite: str
-    ) -> tuple[Reduction, BaseException | None]:
-        """Return the reduction that keeps the plans of these options, and what is wrong with them."""
-        last, asked = self._last, (op, codec, exact_below, nonfinite)
-        if last is not None and all(map(is_, last[0], asked)):
-            return last[1], None
-        reduction, error = self._chosen(*asked)
-        self._last = (asked, reduction) if error is None else None
-        return reduction, error
-
-    def _chosen(
-        self, op: str, codec: str | Codec, exact_below: int, nonfinite: str
-    ) -> tuple[Reduction, BaseException | None]:
-        error: BaseException | None = None
-        try:
-            exact_below = check_options(op, exact_below, nonfinite)
-            chosen = get_codec(codec)
-        except Exception as bad:  # whatever the caller's objects raise is shared with the other ranks
-            error, op, chosen, exact_below, nonfinite = bad, "sum", get_codec("raw"), 1024, "propagate"
-        signature = (op, chosen, exact_below, nonfinite)
-        reduction = self._reductions.pop(signature, None)
-        if reduction is None:
-            reduction = Reduction(Options.single(chosen, op, False, exact_below, nonfinite))
-            while len(self._reductions) >= REDUCTIONS:
-                self._reductions.pop(next(iter(self._reductions)))
-        self._reductions[signature] = reduction
-        return reduction, error
-
     def _broadcast(self, call: Call, buffers: list[Any], root: int) -> Generator[Transfer, None, Outcome]:
         outcome = yield from rendezvous(call, self.rank, self.size)
         if outcome.error is None:
@@ -462,8 +451,10 @@ class Communicator:
         call: Call,
         transfers: Generator[Transfer, None, Outcome],
         finish: Callable[[Outcome], Any],
+        *,
+        parks: bool = False,
     ) -> Any:
-        """Run transfers, then ``finish``, with Ctrl-C held back over both.
+        """Run transfers, then ``finish``, with Ctrl-C held back over both; or return a Parked call.
 
         An exception on the way breaks the communicator; an outcome's error, which ``finish`` raises, does
         not.
@@ -479,7 +470,7 @@ class Communicator:
             try:
                 for board in self._boards.found.values():
                     board.check()
-                outcome = self._run(transfers)
+                outcome = self._run(transfers, parks=parks)
             except CollectiveTimeout:
                 self._broken = "broken: a collective timed out"
                 raise
@@ -487,9 +478,11 @@ class Communicator:
                 self._broken = f"broken: {type(error).__name__}: {error}"
                 self._backend.abort(f"{call.describe()} failed while its ranks were in it: {error!r}")
                 raise
+            if isinstance(outcome, Pause):
+                return Parked(outcome.ready, lambda: self._drive(call, transfers, finish), transfers.close)
             return finish(outcome)
 
-    def _run(self, transfers: Generator[Transfer, None, Outcome]) -> Outcome:
+    def _run(self, transfers: Generator[Transfer, None, Outcome], *, parks: bool) -> Outcome | Pause:
         handle: Any = None
         while True:
             try:
@@ -497,4 +490,6 @@ class Communicator:
             except StopIteration as stop:
                 outcome: Outcome = stop.value
                 return outcome
+            if parks and isinstance(transfer, Pause):
+                return transfer
             handle = execute(transfer, self._backend)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,12 +35,12 @@ from gccomm.errors import BackendError
 from gccomm.hosts import HostPart, Hosts, HostWire
 from gccomm.lanes import rank_shift
 from gccomm.operand import Operand
+from gccomm.outcome import Outcome, overflow_of, parts_of
 from gccomm.pieces import MASK, Moves, Piece, Wire, scratch
 from gccomm.plan import Plan
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.sketch import LARGEST, Sketch, chosen
-from gccomm.stats import Stats
-from gccomm.steps import Agree, Buffer, Context, Redo, Sum, Words
+from gccomm.steps import Agree, Buffer, Context, Look, Redo, Sum, Words
 from gccomm.timeline import CallSpans
 from gccomm.transfers import Between, Finish, HostSum, LaneAdd, Maximum, Start, Transfer, Whole, WordAdd
 
@@ -52,28 +52,6 @@ __all__ = ["Job", "Outcome", "reduce", "rendezvous", "tag_of"]
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
 DEPTH = 2  # pieces on their way, of each rank that speaks for its host
 MOST = 8  # of all of them
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a collective call came to.
-
-    Attributes
-    ----------
-    error : BaseException or None
-        Raised by the caller, on every rank alike.
-    stats : Stats
-        What was done.
-    present : array of bool or None
-        Which leaves some rank had a value for; None where nobody was missing one.
-    parts : dict of int to list
-        By leaf: what codecs returned for its segments, in order, for their next state.
-    """
-
-    error: BaseException | None = None
-    stats: Stats = field(default_factory=Stats)
-    present: Any = None
-    parts: dict[int, list[Any]] = field(default_factory=dict)
 
 
 class Job:
@@ -295,10 +273,11 @@ class _Engine:
             yield from self._drive(0)  # nothing to overlap with
         else:
             yield from self._pieces()
-        yield from self._redo(call)
         ended = [r for _, mine in sorted(self.ended.items()) for r in mine]
-        outcome.parts = _parts(ended)
-        outcome.error = _overflow(self.job.plan)
+        yield from self._look(ended)
+        yield from self._redo(call, ended)
+        outcome.parts = parts_of(ended)
+        outcome.error = overflow_of(self.job.plan)
         if self.job.flow is not None:
             self.job.flow.end()
         return outcome
@@ -417,13 +396,26 @@ class _Engine:
             if r.step is None:
                 stats.error.take(x)
 
-    def _redo(self, call: Call) -> Generator[Transfer, None, None]:
+    def _look(self, ended: Sequence[Running]) -> Generator[Transfer, None, None]:
+        """Let the host see what a device has found, where codecs ask for that."""
+        late, flow = pending(ended, Look), self.job.flow
+        if not late:
+            return
+        if flow is None:
+            raise BackendError(f"codec {late[0].operand.codec!r} has a look where no words are on a device")
+        yield flow.pause()
+        flow.look()
+        for r in late:
+            r.answer(None)
+            if r.step is None:
+                self.stats.error.take(r.operand)
+
+    def _redo(self, call: Call, ended: Sequence[Running]) -> Generator[Transfer, None, None]:
         """Send the spans whose check words were wrong again, all of the call together.
 
         Ranks that do not agree on which those are, or find a span wrong twice, hold corrupted sums: nothing
         that a caller could use is left then.
         """
-        ended = [r for _, mine in sorted(self.ended.items()) for r in mine]
         late = pending(ended, Redo)
         if not late:
             return
@@ -471,29 +463,3 @@ def tag_of(call: Call) -> int:
     for value in call.values():
         tag = (tag * 0x01000193 ^ value) & MASK
     return tag
-
-
-def _parts(ended: Sequence[Running]) -> dict[int, list[Any]]:
-    """Collect by leaf what the codecs returned."""
-    found: dict[int, list[Any]] = {}
-    for r in ended:
-        if r.parts is not None and r.operand.codec.stateful:
-            for segment, part in zip(r.operand.segments, r.parts, strict=True):
-                found.setdefault(segment.leaf, []).append(part)
-    return found
-
-
-def _overflow(plan: Plan) -> OverflowError | None:
-    """Return the error of integer sums that do not fit their dtype: equal on all ranks, as the sums are."""
-    counts: dict[int, int] = {}
-    for x in plan.operands:
-        for leaf, count in x.overflows.items():
-            counts[leaf] = counts.get(leaf, 0) + count
-    parts = []
-    for leaf, count in sorted(counts.items()):
-        spec = plan.specs[leaf]
-        where = f" in {spec.key!r}" if spec.key else ""
-        parts.append(f"{count} integer sums do not fit {spec.dtype}{where}")
-    if not parts:
-        return None
-    return OverflowError(f"{'; '.join(parts)}; reduce in a wider dtype. Nothing was changed")

@@ -28,7 +28,7 @@ from gccomm.kernels.cuda.device import host_bytes
 from gccomm.pieces import MASK, Wire
 from gccomm.steps import Words
 from gccomm.timeline import CallSpans
-from gccomm.transfers import Transfer
+from gccomm.transfers import Pause, Transfer
 
 if TYPE_CHECKING:
     from gccomm.kernels.cuda.device import DeviceKernels
@@ -143,12 +143,14 @@ class Flow:
     Attributes
     ----------
     flowing : bool
-        The host does not look at the header either.
+        The host does not look at the header either; until :meth:`look`.
     """
 
     def __init__(self, board: Board, layout: object, able: bool, *, counted: bool = False) -> None:
         self.board, self.layout, self.counted = board, layout, counted
         self.flowing = able and layout in board.known
+        self._waits = not self.flowing
+        self._event: Any = None
 
     def scratch(self, count: int) -> Any:
         """Return memory for so many words."""
@@ -158,9 +160,31 @@ class Flow:
         """Return the transfers of the call."""
         return FlowWire(self, rank, size, spans)
 
+    def pause(self) -> Pause:
+        """Return the pause before :meth:`look`, when all has been enqueued."""
+        event = self._event = self.board.queue.record()
+
+        def ready() -> bool:
+            try:
+                return bool(event.done)
+            except Exception:  # of a device that has failed: looking raises it
+                return True
+
+        return Pause(ready)
+
+    def look(self) -> None:
+        """Let the host wait for what was enqueued before the pause, and raise what is wrong; what follows is
+        looked at as it comes.
+        """
+        if self._event.done:
+            self.board.check()
+        else:
+            self.board.wait()
+        self.flowing = False
+
     def end(self) -> None:
         """End the call: where it may wait, everything is right then, and the next one need not."""
-        if not self.flowing:
+        if self._waits:
             self.board.wait()
             self.board.known.add(self.layout)
 

@@ -99,8 +99,10 @@ class Flowing:
         assert self._place.board is not None
         looked_at |= self.captured and reduction.options.nonfinite == "raise"
         board = self._place.board(self._plan.devices[0])
-        able = board.flows and not looked_at
-        able = able and all(spec.route.flows(context) for spec in self._plan.specs)
+        codecs = {spec.route for spec in self._plan.specs}
+        able = board.flows and not looked_at and all(codec.flows(context) for codec in codecs)
+        if self.captured:
+            able = able and not any(codec.looks(context) for codec in codecs)
         flow = Flow(board, (reduction.reducer, self._plan.layout), able, counted=self.captured)
         if self.captured and not flow.flowing:
             raise NegotiationError(UNCAPTURED)

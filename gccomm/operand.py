@@ -100,7 +100,7 @@ class Operand(Batch):
         """Do what :meth:`maxima` does, and return the operand whose :meth:`encode` gives the words of rotated
         blocks in the least time: with rotations=0 if it is another one, over the rotated blocks.
         """
-        if self.float64 or self.feedback:
+        if self.float64 or self.feedback or not self.on_host:
             self.maxima(out, energy, rotations)
             return self
         lengths = self.codec.carried(self.lengths)
@@ -246,11 +246,14 @@ class Operand(Batch):
         check: Words | None = None,
         offset: int = 0,
         base: int | None = None,
+        energy: Words | None = None,
     ) -> None:
         """Write the results of blocks ``lo`` to ``hi`` from the summed lanes; arguments as of
-        :meth:`encode`.
+        :meth:`encode`. ``energy`` receives what is measured, which is kept in ``samples`` otherwise.
         """
-        energy = np.empty(hi - lo, dtype=np.uint32) if ctx.measure or self.sketch is not None else None
+        keeps = energy is None and (ctx.measure or self.sketch is not None)
+        if keeps:
+            energy = np.empty(hi - lo, dtype=np.uint32)
         self.kernels.decode(
             self.address,
             self.count,
@@ -272,7 +275,8 @@ class Operand(Batch):
             offset,
             ctx.size,
         )
-        if energy is not None:
+        if keeps:
+            assert energy is not None
             steps = 65536 / limit if ratios is None else ratios[lo:hi]
             weight = BLOCK if rotations else 1  # rotated coordinates are 1 / 32 of what they stand for
             self.samples.append(Sample(lo, hi, energy, width, scales[lo:hi].copy(), steps, weight))

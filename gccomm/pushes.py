@@ -26,7 +26,7 @@ from gccomm.interop import order
 from gccomm.layout import ITEM_BYTES
 from gccomm.reduction import PLAN_CACHE, Attempt, Reduction
 from gccomm.stats import Stats
-from gccomm.work import Done, Task, snapshot
+from gccomm.work import Done, Parked, Task, snapshot
 
 __all__ = ["Pushes"]
 
@@ -48,8 +48,12 @@ class _Step:
         A bucket has failed, on all ranks.
     when : Moment or None
         What arrays of devices come after.
-    attempts, stats : list of Attempt, Stats
-        What buckets have come to.
+    attempts : dict of int to Attempt
+        By the numbers of buckets, what they have come to.
+    stats : Stats
+        Of them together.
+    parked : list of Parked
+        Buckets whose ends wait for a device: they are ended with the step, in their order.
     tasks : list of Task
         Of the buckets.
     closing : Task or None
@@ -63,7 +67,8 @@ class _Step:
         self.error: BaseException | None = None
         self.failed = False
         self.when: order.Moment | None = None
-        self.attempts: list[Attempt] = []
+        self.attempts: dict[int, Attempt] = {}
+        self.parked: list[Parked] = []
         self.stats = Stats()
         self.tasks: list[Task] = []
         self.closing: Task | None = None
@@ -187,13 +192,16 @@ class Pushes:
         part = f", pushed: bucket {number} of {count}" if self._buckets else ", pushed: all at once"
         text = f"bucket {number} of {count} of step {self._reduction.step} of {self._comm!r}"
         when = None if step.when is None else step.when.copy()
-        step.tasks.append(self._comm.submit(lambda: self._reduce(step, tree, error, part, when), text))
+        step.tasks.append(
+            self._comm.submit(lambda: self._reduce(step, number, tree, error, part, when), text)
+        )
 
     # In the communication thread
 
     def _reduce(
         self,
         step: _Step,
+        number: int,
         tree: dict[str, Any],
         error: BaseException | None,
         part: str,
@@ -205,28 +213,43 @@ class Pushes:
 
         def finish(attempt: Attempt, outcome: Outcome) -> None:
             attempt.settle(outcome)
-            step.attempts.append(attempt)
+            step.attempts[number] = attempt
             step.stats.add(outcome.stats)
 
-        self._comm.attempt(self._reduction, tree, finish, error=error, part=part, when=when)
+        done = self._comm.attempt(
+            self._reduction, tree, finish, error=error, part=part, when=when, parks=True
+        )
+        if isinstance(done, Parked):
+            step.parked.append(done)
         step.failed = False
+
+    def _complete(self, step: _Step) -> None:
+        """End all buckets, or raise the error of one."""
+        try:
+            for task in step.tasks:
+                if task.error is not None:
+                    task.outcome()
+            while step.parked:
+                step.parked.pop(0).resume()
+        finally:
+            while step.parked:
+                step.parked.pop(0).abandon()
 
     def _end(self, step: _Step) -> Done:
         """Take over what the buckets have changed, and return all results; or raise the error of one."""
-        for task in step.tasks:
-            if task.error is not None:
-                task.outcome()
+        self._complete(step)
         self._reduction.advance(step.stats)
         results: dict[str, Any] = {}
         notes: list[str] = []
-        for attempt in step.attempts:
+        attempts = [attempt for _, attempt in sorted(step.attempts.items())]
+        for attempt in attempts:
             attempt.take_over()
-        for attempt in step.attempts:
+        for attempt in attempts:
             results.update(attempt.deliver())
             notes += attempt.notes
         self._learn(step, results)
         pushed = [*step.pushed, *(key for key in results if key not in step.pushed)]
-        handovers = [attempt.handover for attempt in step.attempts if attempt.handover is not None]
+        handovers = [attempt.handover for attempt in attempts if attempt.handover is not None]
         handover = order.Handovers(handovers) if handovers else None
         return Done({key: results[key] for key in pushed}, step.stats, notes, handover)
 
@@ -237,7 +260,7 @@ class Pushes:
         # What has no leaves is in no layout, so that the other ranks may not have it.
         new = sorted(k for k in results if k not in self._bytes and self._structures[k].leaves)
         sizes = dict.fromkeys(new, 0)
-        for leaf in (leaf for attempt in step.attempts for leaf in attempt.leaves):
+        for leaf in (leaf for attempt in step.attempts.values() for leaf in attempt.leaves):
             if (key := _key_of(leaf.key)) in sizes:
                 sizes[key] += leaf.size * ITEM_BYTES[leaf.dtype]
         if not self._bytes and new:

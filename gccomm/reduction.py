@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -321,6 +322,8 @@ class Attempt:
         room, spans = self.place.room, self.spans
         looked_at, flowing = self.measures or self.call.missing, self._flowing
         flow = flowing.flow(self.reduction, context, looked_at=looked_at) if flowing is not None else None
+        if flow is not None and flow.flowing:
+            context = self.context = replace(context, flowing=True)
         self.job = Job(
             plan,
             context,

@@ -25,6 +25,7 @@ __all__ = [
     "Fold",
     "LaneSum",
     "Lanes",
+    "Look",
     "OpSum",
     "Redo",
     "Step",
@@ -64,6 +65,8 @@ class Context:
         The driver takes a :class:`LaneSum`.
     inputs : int
         Number of inputs that are added up in all, where hosts add up their ranks' first; 0: n.
+    flowing : bool
+        Words stay on a device, and the host does not look at them before :class:`Look`.
     """
 
     rank: int
@@ -76,6 +79,7 @@ class Context:
     stateful: bool = False
     sums_lanes: bool = False
     inputs: int = 0
+    flowing: bool = False
 
     @property
     def divisor(self) -> int:
@@ -119,6 +123,13 @@ class Sum:
     encode: Callable[[int, int, Words], None]
     decode: Callable[[int, int, Words], None]
     lanes: Callable[[int, int], Lanes] = lambda _lo, _hi: ()
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The host has to see what a device has found, after the codec's last sum, before it goes on: only where
+    the context is ``flowing``. The answer is None, when all that was enqueued before is done.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,5 +223,5 @@ class Fold:
     decode: Callable[[int, int, Words], None]
 
 
-Step: TypeAlias = Agree | Energies | Sum | Redo | FloatSum | OpSum | LaneSum | Fold
+Step: TypeAlias = Agree | Energies | Sum | Look | Redo | FloatSum | OpSum | LaneSum | Fold
 Steps: TypeAlias = Generator[Step, Words | None, Any]

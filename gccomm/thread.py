@@ -2,7 +2,9 @@
 
 It is started by the first of them. Blocking calls are made by the thread that calls, once all asynchronous
 ones before them are complete; so there is one order, which is the same on all ranks, and the group's back
-end is never used by two threads at a time.
+end is never used by two threads at a time. A call that has enqueued all it can on a device is parked, so that
+nobody waits for that device; the rest of it is made when the device has come so far, when a thread of the
+program waits, and in any case before the next call.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ __all__ = ["Worker"]
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 _registered = False
+POLL_S = 0.001  # how often a device is looked at that a parked call waits for
 
 
 class _Line:
@@ -34,6 +37,7 @@ class _Line:
         self.changed = threading.Condition()
         self.queue: deque[Task] = deque()
         self.current: Task | None = None
+        self.parked: Task | None = None  # to be completed before anything else is done
         self.busy = False
         self.stopped = False
         self.waiting = 0  # threads of the program that do nothing meanwhile
@@ -42,7 +46,19 @@ class _Line:
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or on its way."""
-        return not self.busy and not self.queue
+        return not self.busy and not self.queue and self.parked is None
+
+    def next(self) -> Task | None:
+        """Wait for something to do, and return it; None at the end."""
+        while True:
+            if self.parked is not None:
+                if self.queue or self.stopped or self.waiting or self.parked.ready():
+                    return self.parked
+            elif self.queue:
+                return self.queue.popleft()
+            elif self.stopped:
+                return None
+            self.changed.wait(None if self.parked is None else POLL_S)
 
     def pace(self) -> None:
         """Tell the back end whether its waits may take a core: not while the program computes."""
@@ -61,12 +77,10 @@ def _work(line: _Line) -> None:
     """Make the calls of a line until it is stopped and empty; the body of the thread."""
     while True:
         with line.changed:
-            while not line.queue and not line.stopped:
-                line.changed.wait()
-            if not line.queue:
+            task = line.current = line.next()
+            if task is None:
                 return
-            task = line.current = line.queue.popleft()
-            line.busy = True
+            line.parked, line.busy = None, True
             backend = task.backend
             line.pace()
         task.execute()
@@ -76,6 +90,7 @@ def _work(line: _Line) -> None:
             backend.background = False
         with line.changed:
             line.current = None
+            line.parked = None if task.done.is_set() else task
         del task, backend  # a handle that was dropped reports its error now
         with line.changed:
             line.busy = False
@@ -149,7 +164,7 @@ class Worker:
 
     def _backend(self) -> Backend | None:
         with self._line.changed:
-            tasks = [*filter(None, [self._line.current]), *self._line.queue]
+            tasks = [*filter(None, [self._line.current, self._line.parked]), *self._line.queue]
         return next((task.backend for task in tasks if task.backend is not None), None)
 
     def _pause(self, change: int) -> None:
@@ -157,6 +172,8 @@ class Worker:
         with self._line.changed:
             self._line.waiting += change
             self._line.pace()
+            if self._line.parked is not None:
+                self._line.changed.notify_all()
 
     def __del__(self) -> None:
         if os.getpid() == self._pid:  # a forked child has no such thread, and may have its lock

@@ -7,7 +7,7 @@ combines the transfers of many engines in one thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ __all__ = [
     "HostSum",
     "LaneAdd",
     "Maximum",
+    "Pause",
     "Start",
     "Transfer",
     "Whole",
@@ -140,14 +141,23 @@ class Finish:
     handle: Any
 
 
-Transfer: TypeAlias = Whole | Start | Finish
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """What follows waits for a device: a driver may go on with other things, and come back once ``ready()``
+    returns True, or earlier: it waits then by itself. Nothing is to be executed.
+    """
+
+    ready: Callable[[], bool]
+
+
+Transfer: TypeAlias = Whole | Start | Finish | Pause
 
 
 def at_once(transfers: Sequence[Transfer]) -> list[Whole]:
     """Return the transfers of all ranks for a driver that completes what is begun, and begins no more: what
     to do now, if anything.
     """
-    return [t.transfer if isinstance(t, Start) else t for t in transfers if not isinstance(t, Finish)]
+    return [t.transfer if isinstance(t, Start) else t for t in transfers if not isinstance(t, Finish | Pause)]
 
 
 def _begin(transfer: Whole, backend: Any) -> Any:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gccomm.backends import Backend
     from gccomm.thread import Worker
 
-__all__ = ["Done", "Task", "Work", "seconds", "snapshot"]
+__all__ = ["Done", "Parked", "Task", "Work", "seconds", "snapshot"]
 
 
 class Done(NamedTuple):
@@ -31,13 +31,35 @@ class Done(NamedTuple):
     handover: Callable[[], None] | None = None
 
 
+class Parked:
+    """A call that has enqueued all it can: the host has not yet seen what a device has found.
+
+    Parameters
+    ----------
+    ready : callable
+        Whether going on waits for nothing.
+    resume : callable
+        Makes the rest of the call, and returns what it gives.
+    abandon : callable
+        Ends a call whose results nobody wants.
+    """
+
+    __slots__ = ("abandon", "ready", "resume")
+
+    def __init__(
+        self, ready: Callable[[], bool], resume: Callable[[], Any], abandon: Callable[[], None]
+    ) -> None:
+        self.ready, self.resume, self.abandon = ready, resume, abandon
+
+
 class Task:
     """One call that a thread is to make, and what came of it.
 
     Parameters
     ----------
     run : callable
-        Makes the call; let go of as soon as it has been made.
+        Makes the call; let go of as soon as it has been made. If it returns a :class:`Parked` call, the task
+        is not done: it is executed once more for the rest.
     text : str
         What it is, for reports.
     backend : Backend
@@ -51,16 +73,22 @@ class Task:
         self.error: BaseException | None = None
         self.seen = False  # the error has been raised, or reported
         self.done = threading.Event()
+        self.ready: Callable[[], bool] = lambda: True  # whether executing it waits for no device
         self._run: Callable[[], Any] | None = run
 
     def execute(self) -> None:
-        """Make the call and keep its result or error."""
+        """Make the call and keep its result or error; or one of its parts."""
         run, self._run = self._run, None
         assert run is not None
         try:
-            self.result = run()
+            result = run()
         except BaseException as error:
             self.error = error
+        else:
+            if isinstance(result, Parked):
+                self.ready, self._run = result.ready, result.resume
+                return
+            self.result = result
         self.backend = None
         self.done.set()
         del self, run  # the traceback refers to this frame

@@ -113,8 +113,14 @@ class Codec(ABC):
 
     def flows(self, ctx: Context) -> bool:
         """Return whether all that its steps do with words is what the operand's functions do, so that these
-        may stay on a device while the host goes on: nothing hangs on what words say.
+        may stay on a device while the host goes on: nothing hangs on what words say, but for what follows a
+        :class:`gccomm.steps.Look`.
         """
+        del ctx
+        return False
+
+    def looks(self, ctx: Context) -> bool:
+        """Return whether its steps, where they flow, end with a :class:`gccomm.steps.Look`."""
         del ctx
         return False
 

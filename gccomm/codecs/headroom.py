@@ -33,12 +33,22 @@ from gccomm.steps import Agree, Context, Energies, Redo, Steps, Sum, Words
 if TYPE_CHECKING:
     from gccomm.operand import Operand
 
-__all__ = ["CLAMP", "Learnt", "Rotating", "checked_steps", "next_ratio"]
+__all__ = [
+    "CLAMP",
+    "DEVIATIONS",
+    "LARGEST",
+    "Checked",
+    "Learnt",
+    "Rotating",
+    "checked_steps",
+    "next_ratio",
+    "span_starts",
+]
 
 DEVIATIONS = 5.4  # k
 MARGIN, SMALLEST = 1.03, 0.05  # of c
 CLAMP = 32767 * FIXED_POINT  # largest integer, in fixed point
-_LARGEST = 32767  # of a 16-bit lane's sum
+LARGEST = 32767  # of a 16-bit lane's sum
 _LIMBS = 4  # 16-bit parts of a 64-bit check sum
 
 Floats = npt.NDArray[np.float64]
@@ -142,7 +152,7 @@ def checked_steps(x: Operand, ratios: Sequence[float], ctx: Context, width: int,
         shared = yield Energies(x.blocks, lambda out: _share(x, own, scales, ctx.size, out))
         assert shared is not None
         energies = shared.copy()
-    run = _Checked(source, scales, _steps(x, scales, energies, ratios, ctx.size, width), ctx, width)
+    run = Checked(source, scales, _steps(x, scales, energies, ratios, ctx.size, width), ctx, width)
     yield Sum(x.blocks, run.size, run.encode, run.decode)
     if run.failed:
         run.scales = scales.copy()  # its memory serves the next piece
@@ -173,7 +183,7 @@ def _steps(
         steps = np.minimum(safe, DEVIATIONS * np.sqrt(learnt * mean / bracket))
     steps = np.where(x.nonfinite_scales(scales), safe, steps)
     # A step that is no float32 is rounded up, so that the clamp at 32767 levels does not bind.
-    steps = np.maximum(steps, 1 / _LARGEST)
+    steps = np.maximum(steps, 1 / LARGEST)
     near = steps.astype(np.float32)
     near = np.where(near < steps, np.nextafter(near, np.float32(np.inf)), near)
     return np.where(scales == 0, np.float32(0), near)
@@ -185,8 +195,11 @@ def _mean_energies(x: Operand, energies: Words, n: int) -> Floats:
     return mean
 
 
-class _Checked:
-    """Encodes and decodes one operand, and its failed spans again."""
+class Checked:
+    """Encodes and decodes one operand, and its failed spans again.
+
+    ``scales`` and ``ratios`` are arrays, shape (blocks,): the agreed maxima, and the steps over these.
+    """
 
     def __init__(
         self,
@@ -198,7 +211,7 @@ class _Checked:
     ) -> None:
         self.source, self.x, self.scales, self.ratios = source, source.x, scales, ratios
         self.ctx, self.width, self.rotations = replace(ctx, measure=True), width, source.rotations
-        self.starts = _span_starts(self.x)
+        self.starts = span_starts(self.x)
         self.failed: list[tuple[int, int]] = []
 
     def size(self, lo: int, hi: int) -> int:
@@ -220,8 +233,12 @@ class _Checked:
             ratios=self.ratios, rotations=self.rotations, check=check,
         )  # fmt: skip
         wrong = self._by_span(check) != words[x.size(lo, hi) :]
-        ends = [*self.starts[1:].tolist(), x.blocks]
-        for i in np.flatnonzero(wrong.reshape(-1, 2).any(axis=1)):
+        self.note(wrong.reshape(-1, 2).any(axis=1))
+
+    def note(self, wrong: npt.NDArray[np.bool_]) -> None:
+        """Remember the spans that are wrong, of all of them."""
+        ends = [*self.starts[1:].tolist(), self.x.blocks]
+        for i in np.flatnonzero(wrong):
             self.failed.append((int(self.starts[i]), ends[i]))
 
     def _by_span(self, check: Words) -> Words:
@@ -234,7 +251,7 @@ class _Checked:
         """Return the lane width that holds any sum of the span."""
         steps = self.ratios[lo:hi]
         levels = np.ceil(1 / steps[steps > 0].astype(np.float64)).max(initial=0)
-        return 16 if self.ctx.size * (levels + 1) <= _LARGEST else 32
+        return 16 if self.ctx.size * (levels + 1) <= LARGEST else 32
 
     def _wide_words(self, lo: int, hi: int) -> int:
         carried = self.x.codec.carried(self.x.lengths[lo:hi])
@@ -328,7 +345,7 @@ def _in_order(values: Floats) -> float:
     return float(np.cumsum(values)[-1]) if values.size else 0.0
 
 
-def _span_starts(x: Operand) -> npt.NDArray[np.int64]:
+def span_starts(x: Operand) -> npt.NDArray[np.int64]:
     """Return the first block of every span: 64 blocks of one tensor, counted from its beginning."""
     starts: list[Any] = []
     for i, segment in enumerate(x.segments):

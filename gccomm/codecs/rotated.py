@@ -15,6 +15,7 @@ from gccomm.codecs.base import State
 from gccomm.codecs.clipping import block_gains, clipped_scales, threshold
 from gccomm.codecs.headroom import Rotating, checked_steps, next_ratio
 from gccomm.codecs.lane_sums import lane_sum_of, takes_lane_sums
+from gccomm.codecs.late_checks import late_steps
 from gccomm.codecs.prediction import check_prediction, next_scales, predicted_steps
 from gccomm.codecs.shared import SharedDither
 from gccomm.codecs.widening import Widening
@@ -115,8 +116,14 @@ class Rotated(SharedDither):
         return self.headroom in ("auto", "safe")
 
     def flows(self, ctx: Context) -> bool:
-        """Return whether scales are agreed and lanes cannot overflow."""
-        return self.repeats(ctx)
+        """Return whether scales are agreed and lanes cannot overflow, or are checked."""
+        return self.repeats(ctx) or self.looks(ctx)
+
+    def looks(self, ctx: Context) -> bool:
+        """Return whether lanes are checked."""
+        if self.scales == "predicted":
+            return False
+        return self.headroom == "checked" or (self.headroom == "auto" and ctx.stateful and ctx.size > 3)
 
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on the maxima of rotated blocks, then sum lanes."""
@@ -125,9 +132,9 @@ class Rotated(SharedDither):
             return predicted_steps(x, state, ctx, width, rotations=rotations, subtract=True)
         if self.headroom == "clipped":
             return self._clipped(x, ctx)
-        if self.headroom == "checked" or (self.headroom == "auto" and ctx.stateful and ctx.size > 3):
+        if self.looks(ctx):
             ratios = [float(ctx.size) if s is None else s["ratio"] for s in state]
-            return checked_steps(x, ratios, ctx, width, rotations)
+            return (late_steps if ctx.flowing else checked_steps)(x, ratios, ctx, width, rotations)
         return self._safe(x, ctx)
 
     def _safe(self, x: Operand, ctx: Context) -> Steps:

@@ -5,6 +5,7 @@
 #include "decode.cuh"
 #include "encode.cuh"
 #include "guard.cuh"
+#include "headroom.cuh"
 #include "integers.cuh"
 #include "plain.cuh"
 #include "renew.cuh"
@@ -78,6 +79,23 @@ KERNEL gccomm_guard(const u32* got, const u32* expected, i32 count, volatile u32
 
 KERNEL gccomm_renew(Segment* table, i64 segments, u32* counter, u32 tick) {
     renew(table, segments, counter, tick);
+}
+
+KERNEL gccomm_share(const Segment* table, i64 segments, i64 blocks, const u32* own, const u32* energy,
+                    const u32* scales, double factor, double most, u32* out) {
+    share({table, segments, 0, blocks}, {own, energy, scales, factor, most, out});
+}
+
+KERNEL gccomm_steps(const Segment* table, i64 segments, i64 blocks, const u32* scales, const u32* energies,
+                    const double* ratios, double unit, double deviations, double bracket, double safe,
+                    double least, float* out) {
+    steps({table, segments, 0, blocks},
+          {scales, energies, ratios, unit, deviations, bracket, safe, least, out});
+}
+
+KERNEL gccomm_span_checks(const u32* check, const i64* starts, i64 spans, i64 blocks, const u32* expected,
+                          u32* out) {
+    span_checks({check, starts, spans, blocks, expected, out});
 }
 
 KERNEL gccomm_float_encode(const Segment* table, i64 segments, i64 lo, i64 hi, void* buffer, i64 base,
