@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gccomm import get_codec, kernels
+from gccomm import get_codec, kernels, testing
 from gccomm.codecs import headroom as host
+from gccomm.codecs.rotated import Rotated
+from gccomm.errors import BackendError
 from gccomm.kernels.cuda import headroom
-from gccomm.lanes import FIXED_POINT, safe_limit
 from gccomm.layout import LeafSpec, Range
 from gccomm.operand import Operand, segment_table
-from gccomm.steps import Context
+from gccomm.steps import Context, Look, Steps
 from tests.cuda_on_cpu import SCHEDULES, kernels_on_cpu
 
 SIZES = (1, 64, 1000, 1024, 1025, 5003, 150_000)
@@ -39,10 +40,32 @@ def scales_of(x: Operand, rng: np.random.Generator, *, low: np.ndarray | None = 
     return words if low is None else np.maximum(words, low)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+class Memory:
+    """Arrays where kernels reach them: the host's own, as kernels run on the CPU."""
+
+    def __init__(self, launcher: Any) -> None:
+        self.launcher = launcher
+        self._arrays: dict[int, np.ndarray] = {}
+
+    def put(self, array: np.ndarray) -> int:
+        """Return the address of an array there."""
+        found = kernels.address(array)
+        self._arrays[found] = array
+        return found
+
+    def get(self, address: int) -> np.ndarray:
+        """Return what is there now."""
+        return self._arrays[address]
+
+
+@pytest.fixture(params=SCHEDULES)
+def memory(request: pytest.FixtureRequest) -> Memory:
+    return Memory(kernels_on_cpu(request.param).launcher)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 @pytest.mark.parametrize("n", [4, 7, 64, 4096])
-def test_energies_as_they_are_shared(n: int, dtype: str, schedule: str) -> None:
+def test_energies_as_they_are_shared(n: int, dtype: str, memory: Memory) -> None:
     x, rng = operand(dtype), np.random.default_rng(n)
     own = scales_of(x, rng)
     own[x.nonfinite_scales(own)] = 0
@@ -52,57 +75,48 @@ def test_energies_as_they_are_shared(n: int, dtype: str, schedule: str) -> None:
     scales[::5] = own[::5]
     expected = np.empty(x.blocks, np.uint32)
     host._share(x, np.stack([own, energy]), scales, n, expected)
-    out = np.full(x.blocks, 77, np.uint32)
-    launcher = kernels_on_cpu(schedule).launcher
-    headroom.share(launcher, x.table, *map(kernels.address, (own, energy, scales)), n, kernels.address(out))
-    np.testing.assert_array_equal(out, expected)
-    assert len(np.unique(out)) > 20
+    *given, out = (memory.put(a) for a in (own, energy, scales, np.full(x.blocks, 77, np.uint32)))
+    headroom.share(memory.launcher, x.table, *given, n, out)
+    np.testing.assert_array_equal(memory.get(out), expected)
+    assert len(np.unique(expected)) > 20
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("width", [2, 4, 8, 16])
 @pytest.mark.parametrize("n", [2, 4, 7, 64, 4096])
-def test_steps(n: int, width: int, dtype: str) -> None:
+def test_steps(n: int, width: int, dtype: str, memory: Memory) -> None:
     x, rng = operand(dtype), np.random.default_rng([n, width])
     scales = scales_of(x, rng)
     energies = np.exp2(rng.uniform(0, 31, x.blocks)).astype(np.uint32)
     energies[::9] = 0
     ratios = np.exp(rng.uniform(-3, np.log(n), x.count))
     expected = host._steps(x, scales, energies, ratios, n, width)
-    bracket = (2 ** (width - 1) - 1) ** 2 - host.DEVIATIONS**2 * n / 12
-    out = np.empty(x.blocks, np.float32)
-    safe = FIXED_POINT / safe_limit(width, n)
-    fields = headroom.Bracket(n / 2 * 2.0**-20, host.DEVIATIONS, bracket, safe, 1 / host.LARGEST)
-    used = kernels.address(energies) if n > 3 and bracket > 0 else 0
-    launcher, where = kernels_on_cpu("random").launcher, kernels.address(out)
-    headroom.steps(launcher, x.table, kernels.address(scales), used, ratios, fields, where)
-    assert out.tobytes() == expected.tobytes()
-    assert (out[scales == 0] == 0).all()
+    sizes = host.Sizes.of(n, width)
+    used = memory.put(energies) if n > 3 and sizes.bracket > 0 else 0
+    out = memory.put(np.empty(x.blocks, np.float32))
+    headroom.steps(memory.launcher, x.table, memory.put(scales), used, ratios, sizes, out)
+    found = memory.get(out)
+    assert found.tobytes() == expected.tobytes()
+    assert (found[scales == 0] == 0).all()
 
 
-def test_check_words_by_span() -> None:
+def test_check_words_by_span(memory: Memory) -> None:
     x, rng = operand("float32"), np.random.default_rng(0)
     starts, check = host.span_starts(x), rng.integers(0, 1 << 32, (x.blocks, 2), np.uint32)
     assert len(starts) == len(SIZES) + 2  # one segment reaches into three spans
     expected = np.add.reduceat(check, starts, axis=0, dtype=np.uint32)
-    out, wrong = np.empty_like(expected), np.full(len(starts), 7, np.uint32)
-    launcher: Any = kernels_on_cpu("random").launcher
-    given = kernels.address(check), starts, x.blocks
-    headroom.span_checks(launcher, *given, 0, kernels.address(out))
-    np.testing.assert_array_equal(out, expected)
+    given = memory.put(check.reshape(-1)), starts, x.blocks
+    out, wrong = (memory.put(np.full(k * len(starts), 7, np.uint32)) for k in (2, 1))
+    headroom.span_checks(memory.launcher, *given, 0, out)
+    np.testing.assert_array_equal(memory.get(out), expected.reshape(-1))
     expected[1, 0] += 1
     expected[5, 1] += 1
-    headroom.span_checks(launcher, *given, kernels.address(expected), kernels.address(wrong))
-    assert np.flatnonzero(wrong).tolist() == [1, 5]
-    assert set(wrong.tolist()) == {0, 1}
+    headroom.span_checks(memory.launcher, *given, memory.put(expected.reshape(-1)), wrong)
+    assert memory.get(wrong).tolist() == [0, 1, 0, 0, 0, 1, *[0] * (len(starts) - 6)]
 
 
 def test_a_look_without_a_device_is_refused() -> None:
     """Words that stay on a device are what it is for."""
-    from gccomm import testing
-    from gccomm.codecs.rotated import Rotated
-    from gccomm.errors import BackendError
-    from gccomm.steps import Look, Steps
 
     class Looking(Rotated):
         id = "looking"

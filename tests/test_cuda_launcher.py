@@ -16,7 +16,7 @@ from gccomm import kernels
 from gccomm.errors import BackendError
 from gccomm.kernels import cuda
 from gccomm.kernels.cuda import compiled as compiled_module
-from gccomm.kernels.cuda import on_cupy
+from gccomm.kernels.cuda import headroom, on_cupy
 from gccomm.kernels.cuda.compiled import cache_folder, compiled
 from gccomm.kernels.cuda.device import DeviceKernels
 from tests import nvrtc
@@ -128,7 +128,8 @@ def test_the_text_is_whole_and_in_the_package() -> None:
     folder = Path(cuda.__file__).parent
     for path in [*folder.glob("*.cu*"), folder.parent / "core.h"]:
         assert path.read_text(encoding="utf-8").splitlines()[-1] in text
-    assert {f"gccomm_{name}" for name in vars(DeviceKernels) if not name.startswith("_")} == set(cuda.names())
+    functions = [*(name for name in vars(DeviceKernels) if not name.startswith("_")), *headroom.__all__]
+    assert {f"gccomm_{name}" for name in functions} == set(cuda.names())
 
 
 # Launching

@@ -35,11 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLAMP",
-    "DEVIATIONS",
-    "LARGEST",
     "Checked",
     "Learnt",
     "Rotating",
+    "Sizes",
     "checked_steps",
     "next_ratio",
     "span_starts",
@@ -48,7 +47,7 @@ __all__ = [
 DEVIATIONS = 5.4  # k
 MARGIN, SMALLEST = 1.03, 0.05  # of c
 CLAMP = 32767 * FIXED_POINT  # largest integer, in fixed point
-LARGEST = 32767  # of a 16-bit lane's sum
+_LARGEST = 32767  # of a 16-bit lane's sum
 _LIMBS = 4  # 16-bit parts of a 64-bit check sum
 
 Floats = npt.NDArray[np.float64]
@@ -70,6 +69,25 @@ class Learnt(NamedTuple):
     spans: int
     redone: int
     valid: bool
+
+
+class Sizes(NamedTuple):
+    """What steps are computed from, besides each block's: the unit of energies, k, half^2 - k^2 n / 12, and
+    the largest and the smallest step.
+    """
+
+    unit: float
+    deviations: float
+    bracket: float
+    safe: float
+    least: float
+
+    @classmethod
+    def of(cls, n: int, width: int) -> Sizes:
+        """Return those of n ranks in lanes of so many bits."""
+        bracket = (2 ** (width - 1) - 1) ** 2 - DEVIATIONS**2 * n / 12
+        safe = FIXED_POINT / safe_limit(width, n)
+        return cls(n / 2 * 2.0**-20, DEVIATIONS, bracket, safe, 1 / _LARGEST)
 
 
 class Rotating:
@@ -174,25 +192,18 @@ def _steps(
     x: Operand, scales: Words, energies: Words, ratios: Sequence[float], n: int, width: int
 ) -> npt.NDArray[np.float32]:
     """Return each block's step over its maximum."""
-    safe = FIXED_POINT / safe_limit(width, n)
+    unit, deviations, bracket, safe, least = Sizes.of(n, width)
     steps = np.full(x.blocks, safe)
-    bracket = (2 ** (width - 1) - 1) ** 2 - DEVIATIONS**2 * n / 12
     if n > 3 and bracket > 0:
-        mean = _mean_energies(x, energies, n)
+        mean = energies * unit / x.codec.carried(x.lengths)  # squares of the ranks, over the maximum's square
         learnt = np.repeat(np.asarray(ratios, dtype=np.float64), np.diff(x.bounds))
-        steps = np.minimum(safe, DEVIATIONS * np.sqrt(learnt * mean / bracket))
+        steps = np.minimum(safe, deviations * np.sqrt(learnt * mean / bracket))
     steps = np.where(x.nonfinite_scales(scales), safe, steps)
     # A step that is no float32 is rounded up, so that the clamp at 32767 levels does not bind.
-    steps = np.maximum(steps, 1 / LARGEST)
+    steps = np.maximum(steps, least)
     near = steps.astype(np.float32)
     near = np.where(near < steps, np.nextafter(near, np.float32(np.inf)), near)
     return np.where(scales == 0, np.float32(0), near)
-
-
-def _mean_energies(x: Operand, energies: Words, n: int) -> Floats:
-    """Return the sum of the ranks' mean squares of each block, in units of its maximum squared."""
-    mean: Floats = energies * (n / 2 * 2.0**-20) / x.codec.carried(x.lengths)
-    return mean
 
 
 class Checked:
@@ -251,7 +262,7 @@ class Checked:
         """Return the lane width that holds any sum of the span."""
         steps = self.ratios[lo:hi]
         levels = np.ceil(1 / steps[steps > 0].astype(np.float64)).max(initial=0)
-        return 16 if self.ctx.size * (levels + 1) <= LARGEST else 32
+        return 16 if self.ctx.size * (levels + 1) <= _LARGEST else 32
 
     def _wide_words(self, lo: int, hi: int) -> int:
         carried = self.x.codec.carried(self.x.lengths[lo:hi])

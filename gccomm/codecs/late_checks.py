@@ -15,13 +15,11 @@ import numpy.typing as npt
 
 from gccomm import kernels
 from gccomm.batch import Sample
-from gccomm.codecs.headroom import CLAMP, DEVIATIONS, LARGEST, Checked, Rotating, span_starts
-from gccomm.lanes import FIXED_POINT, safe_limit
+from gccomm.codecs.headroom import CLAMP, Checked, Rotating, Sizes, span_starts
 from gccomm.layout import BLOCK
 from gccomm.steps import Agree, Context, Energies, Look, Redo, Steps, Sum, Words
 
 if TYPE_CHECKING:
-    from gccomm.kernels.cuda.headroom import Bracket
     from gccomm.operand import Operand
 
 __all__ = ["late_steps"]
@@ -94,17 +92,10 @@ class _OnDevice:
         """Choose the steps."""
         from gccomm.kernels.cuda.headroom import steps
 
-        self._energies, bracket = energies, self._bracket()
-        used = 0 if energies is None or bracket.bracket <= 0 else kernels.address(energies)
+        self._energies, sizes = energies, Sizes.of(self.ctx.size, self.width)
+        used = 0 if energies is None or sizes.bracket <= 0 else kernels.address(energies)
         learnt, scales = np.asarray(ratios, dtype=np.float64), kernels.address(self.scales)
-        steps(self._launcher, self.x.table, scales, used, learnt, bracket, self._steps.address)
-
-    def _bracket(self) -> Bracket:
-        from gccomm.kernels.cuda.headroom import Bracket
-
-        n, width = self.ctx.size, self.width
-        bracket = (2 ** (width - 1) - 1) ** 2 - DEVIATIONS**2 * n / 12
-        return Bracket(n / 2 * 2.0**-20, DEVIATIONS, bracket, FIXED_POINT / safe_limit(width, n), 1 / LARGEST)
+        steps(self._launcher, self.x.table, scales, used, learnt, sizes, self._steps.address)
 
     def size(self, lo: int, hi: int) -> int:
         """Return the words of all blocks and of the check words behind them."""

@@ -30,6 +30,19 @@ def test_steps_give_the_cpus_bits(codec: str, comm: gccomm.Communicator, cupy: A
     compare(comm, codec, cupy)
 
 
+def test_checked_steps_that_do_not_wait(comm: gccomm.Communicator, cupy: Any) -> None:
+    """The first three are measured, and wait; later ones look at spans at their ends."""
+    reducers = [gccomm.Reducer("rotated:wire_bits=4,headroom=checked", comm=comm) for _ in range(2)]
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        x = rng.standard_normal(100_000).astype(np.float32)
+        found, expected = reducers[0]({"w": cupy.asarray(x)}), reducers[1]({"w": x})
+        assert cupy.asnumpy(found["w"]).tobytes() == expected["w"].tobytes()
+    assert reducers[0].state_dict()["states"] == reducers[1].state_dict()["states"]
+    works = [comm.compressed_allreduce_async(found, codec="rotated:headroom=checked") for _ in range(3)]
+    assert all(np.isfinite(cupy.asnumpy(work.wait()["w"])).all() for work in works)
+
+
 def test_results_come_in_the_order_of_the_callers_stream(comm: gccomm.Communicator, cupy: Any) -> None:
     """What a slow stream is still to write is what is reduced; results are there for what it does next."""
     x = cupy.zeros(1 << 20, cupy.float32)

@@ -6,7 +6,7 @@ All arrays but tables, ratios and the starts of spans lie in the memory of the d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,19 +14,7 @@ import numpy.typing as npt
 from gccomm.kernels.cuda import THREADS
 from gccomm.kernels.cuda.device import Launcher
 
-__all__ = ["Bracket", "share", "span_checks", "steps"]
-
-
-class Bracket(NamedTuple):
-    """What steps are computed from, besides each block's: the unit of energies, k, half^2 - k^2 n / 12, and
-    the largest and the smallest step.
-    """
-
-    unit: float
-    deviations: float
-    bracket: float
-    safe: float
-    least: float
+__all__ = ["share", "span_checks", "steps"]
 
 
 def share(launcher: Launcher, table: Any, own: int, energy: int, scales: int, n: int, out: int) -> None:
@@ -59,7 +47,7 @@ def steps(
     scales: int,
     energies: int,
     ratios: npt.NDArray[np.float64],
-    bracket: Bracket,
+    sizes: Sequence[float],
     out: int,
 ) -> None:
     """Write each block's step over its maximum.
@@ -70,14 +58,14 @@ def steps(
         Addresses of the agreed maxima, and of the sums of all ranks' energies, 0 where there are none.
     ratios : array of float64
         c of each segment's key; of the host.
-    bracket : Bracket
-        The rest.
+    sizes : sequence of float
+        A :class:`gccomm.codecs.headroom.Sizes`.
     out : int
         Where the steps go, float32.
     """
     count = int(table["nblocks"].sum())
     where = np.uint64(scales), np.uint64(energies), _sent(launcher, ratios)
-    args = [*where, *map(np.float64, bracket), np.uint64(out)]
+    args = [*where, *map(np.float64, sizes), np.uint64(out)]
     _run(launcher, "gccomm_steps", count, [*_table(launcher, table), np.int64(count), *args])
 
 
