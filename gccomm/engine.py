@@ -40,7 +40,7 @@ from gccomm.pieces import MASK, Moves, Piece, Wire, scratch
 from gccomm.plan import Plan
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.sketch import LARGEST, Sketch, chosen
-from gccomm.steps import Agree, Buffer, Context, Look, Redo, Sum, Words
+from gccomm.steps import Agree, Buffer, Context, Energies, Look, Redo, Sum, Words
 from gccomm.timeline import CallSpans
 from gccomm.transfers import Between, Finish, HostSum, LaneAdd, Maximum, Start, Transfer, Whole, WordAdd
 
@@ -66,7 +66,8 @@ class Job:
     have : sequence of bool
         Leaves that this rank has a value for.
     whole : bool
-        Agree on all pieces in one message (links with latency) instead of piece by piece (shared memory).
+        Agree on all pieces, and share energies, in one message (links with latency) instead of piece by piece
+        (shared memory).
     states : mapping of int to dict
         By leaf: what its codec has adapted.
     measure : bool
@@ -269,6 +270,8 @@ class _Engine:
             yield from piece.send(self.queue)
         if pending(self.running, Agree):
             yield from self._piece(self.running, self.job.words).agree()
+        if self.job.whole and pending(self.running, Energies):
+            yield from self._piece(self.running, self.job.words).share()
         if len(self.job.plan.pieces) == 1:
             yield from self._drive(0)  # nothing to overlap with
         else:

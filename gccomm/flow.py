@@ -192,6 +192,8 @@ class Flow:
 class FlowWire(Wire):
     """Transfers of words that stay on a device."""
 
+    groups = True
+
     def __init__(self, flow: Flow, rank: int, size: int, spans: CallSpans | None) -> None:
         super().__init__(rank, size, spans)
         self._flow, self._board = flow, flow.board

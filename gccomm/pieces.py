@@ -10,6 +10,7 @@ import numpy as np
 from gccomm import kernels
 from gccomm.agreement import MISSING_WORD, Call, verify, write_header
 from gccomm.errors import BackendError
+from gccomm.groups import STORAGE, parts_of, send_together
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Energies, FloatSum, Fold, LaneSum, OpSum, Sum, Words
@@ -18,8 +19,6 @@ from gccomm.transfers import Combine, FloatAdd, Folding, LaneAdd, Maximum, Trans
 
 __all__ = ["MASK", "Moves", "Piece", "Wire", "scratch"]
 
-_WIRE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-_NUMPY = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16, "float16": np.uint16}
 MASK = 0xFFFFFFFF
 _ALONE = (LaneSum, FloatSum, OpSum, Fold)
 
@@ -46,7 +45,11 @@ class Wire:
     ----------
     piece : int or None
         The piece that is worked on.
+    groups : bool
+        Sums that are ready at once go as one group.
     """
+
+    groups = False
 
     def __init__(self, rank: int, size: int, spans: CallSpans | None = None) -> None:
         self.rank, self.size = rank, size
@@ -185,17 +188,23 @@ class Piece:
             self.wire.agreed(words)
             answer(self.running, Agree, words)
 
+    def share(self) -> Moves:
+        """Sum the energies that codecs want."""
+        words = self.wire.scratch(wanted(self.running, Energies))
+        fill(self.running, Energies, words)
+        yield from self.wire.move(WordAdd(words), words.nbytes)
+        answer(self.running, Energies, words)
+
     def advance(self) -> Moves:
         """Drive the codecs to their ends, or to spans that must be redone."""
         mine = self.running
         while True:
             if pending(mine, Agree):
                 yield from self.agree()
-            elif count := wanted(mine, Energies):
-                words = self.wire.scratch(count)
-                fill(mine, Energies, words)
-                yield from self.wire.move(WordAdd(words), words.nbytes)
-                answer(mine, Energies, words)
+            elif pending(mine, Energies):
+                yield from self.share()
+            elif self.wire.groups and len(parts := parts_of(mine, self._room)) > 1:
+                yield from send_together(self.wire, parts, self.words)
             elif sums := pending(mine, Sum):
                 yield from self.send(messages(sums, self._room))
             elif one := next((r for r in mine if type(r.step) in _ALONE), None):
@@ -241,13 +250,13 @@ class Piece:
         """Reduce floats."""
         step = r.step
         assert isinstance(step, FloatSum)
-        nbytes = step.count * _WIRE_BYTES[step.dtype]
+        nbytes = step.count * STORAGE[step.dtype].itemsize
         if step.direct is not None:
             yield from self.wire.move(FloatAdd(*step.direct, step.dtype), nbytes)
             if step.finish is not None:
                 step.finish()
         else:
-            dtype = np.dtype(_NUMPY[step.dtype])
+            dtype = STORAGE[step.dtype]
             buffer: Buffer = self.words[: len(self.words) // 2 * 2].view(dtype)[: step.count]
             placed = self._place(nbytes)
             sent: Buffer = buffer if placed is None else placed.view(dtype)

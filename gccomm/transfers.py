@@ -26,6 +26,7 @@ __all__ = [
     "Maximum",
     "Pause",
     "Start",
+    "Together",
     "Transfer",
     "Whole",
     "WordAdd",
@@ -124,7 +125,16 @@ class Between:
     speaker: int
 
 
-Whole: TypeAlias = Maximum | WordAdd | FloatAdd | Combine | Folding | Broadcast | LaneAdd | HostSum | Between
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Reductions in the memory of a device, which its back end makes as one group."""
+
+    transfers: tuple[WordAdd | FloatAdd, ...]
+
+
+Whole: TypeAlias = (
+    Maximum | WordAdd | FloatAdd | Combine | Folding | Broadcast | LaneAdd | HostSum | Between | Together
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +177,26 @@ def _begin(transfer: Whole, backend: Any) -> Any:
     match transfer:
         case Between():
             return _begin(transfer.transfer, backend.between(transfer.speaker))
-        case WordAdd():
-            out = transfer.words if transfer.out is None else transfer.out
-            return backend.begin("words", transfer.words, out)
+        case WordAdd() | FloatAdd():
+            return backend.begin(*_named(transfer))
         case Maximum():
             return backend.begin("maximum", transfer.words, transfer.words)
-        case FloatAdd():
-            return backend.begin(transfer.dtype, transfer.send, transfer.recv)
+        case Together():
+            return backend.begin_many([_named(part) for part in transfer.transfers])
     return execute(transfer, backend)
+
+
+def _end(handle: Any, backend: Any) -> None:
+    """Complete what was begun, unless it is complete."""
+    if handle is not None:
+        backend.end(handle)
+
+
+def _named(transfer: WordAdd | FloatAdd) -> tuple[str, Any, Any]:
+    """Return the kind of a reduction, and what it reads and writes."""
+    if isinstance(transfer, WordAdd):
+        return "words", transfer.words, transfer.words if transfer.out is None else transfer.out
+    return transfer.dtype, transfer.send, transfer.recv
 
 
 def _by_host(transfer: Between | HostSum, backend: Any) -> None:
@@ -193,8 +215,9 @@ def execute(transfer: Transfer, backend: Backend) -> Any:
         case Between() | HostSum():
             _by_host(transfer, backend)
         case Finish():
-            if transfer.handle is not None:
-                backend.end(transfer.handle)  # type: ignore[attr-defined]  # has it, as it has handles
+            _end(transfer.handle, backend)
+        case Together():
+            _end(_begin(transfer, backend), backend)
         case WordAdd(out=None):
             backend.sum_words(transfer.words)
         case WordAdd():

@@ -44,12 +44,28 @@ class Parked:
         Ends a call whose results nobody wants.
     """
 
-    __slots__ = ("abandon", "ready", "resume")
+    __slots__ = ("_abandon", "_open", "_resume", "ready")
 
     def __init__(
         self, ready: Callable[[], bool], resume: Callable[[], Any], abandon: Callable[[], None]
     ) -> None:
-        self.ready, self.resume, self.abandon = ready, resume, abandon
+        self.ready, self._resume, self._abandon, self._open = ready, resume, abandon, True
+
+    def resume(self) -> Any:
+        """Make the rest of the call, and return what it gives."""
+        self._open = False
+        return self._resume()
+
+    def abandon(self) -> None:
+        """End the call without it."""
+        if self._open:
+            self._open = False
+            self._abandon()
+
+    def __del__(self) -> None:
+        """End what nobody has ended: a device may still write what the call has."""
+        if sys is not None and not sys.is_finalizing():
+            self.abandon()
 
 
 class Task:

@@ -23,7 +23,19 @@ from tests.devices import FAKE_NVRTC, trees
 from tests.fake_gpu import Machine
 from tests.fake_nccl import FakeNccl, install
 
-__all__ = ["FLOWING", "WAITING", "Marks", "Site", "all_raise", "floats", "same", "site", "warm"]
+__all__ = [
+    "FLOWING",
+    "WAITING",
+    "Beside",
+    "Marks",
+    "Site",
+    "all_raise",
+    "beside",
+    "floats",
+    "same",
+    "site",
+    "warm",
+]
 
 FLOWING = ("uniform:wire_bits=4", "uniform:wire_bits=5", "rotated:headroom=safe", "raw", "bf16", "fp16")
 WAITING = (
@@ -103,6 +115,18 @@ def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Site]:
     on_cupy.forget_devices()
     yield Site(machine, nccl)
     on_cupy.forget_devices()
+
+
+class Beside(Site):
+    """Ranks of the local back end, which NCCL joins."""
+
+    def communicator(self, base: Any) -> Communicator:
+        return Communicator(base, joins=True)
+
+
+@pytest.fixture
+def beside(site: Site) -> Beside:
+    return Beside(site.machine, site.nccl)
 
 
 def floats(step: int, ranks: int) -> list[dict[str, Any]]:

@@ -14,9 +14,9 @@ import pytest
 import gccomm
 from gccomm import testing
 from gccomm.communicator import Communicator
-from tests.nccl_site import Marks, Site, all_raise, floats, same, site
+from tests.nccl_site import Beside, Marks, Site, all_raise, beside, floats, same, site
 
-__all__ = ["site"]
+__all__ = ["beside", "site"]
 
 CHECKED = "rotated:wire_bits=4,headroom=checked"
 RANKS = 4
@@ -130,6 +130,19 @@ def test_failed_spans_are_sent_again(site: Site, stateful: bool) -> None:
     for (_, mine), (_, other) in zip(found, expected, strict=True):
         np.testing.assert_equal(mine, other)
         assert mine[0][-1] > 0
+
+
+@pytest.mark.usefixtures("overflows")
+def test_beside_another_back_end_they_go_by_nccl(beside: Beside) -> None:
+    def program(comm: Communicator, there: Any, back: Any) -> Any:
+        reducer, xs = gccomm.Reducer(CHECKED, comm=comm), [draws(step, comm.rank) for step in range(5)]
+        found = [back(reducer({"w": there(x)})) for x in xs]
+        work = comm.compressed_allreduce_async(there(xs[0]), codec=CHECKED)
+        return [*found, back(work.wait())], reducer.state_dict()["states"]
+
+    found, expected = both(beside, program)
+    assert equal([x for x, _ in found], [x for x, _ in expected])
+    assert [x for _, x in found] == [x for _, x in expected]
 
 
 @pytest.mark.usefixtures("overflows")
@@ -272,3 +285,26 @@ def test_closing_and_blocking_calls_complete_what_is_parked(site: Site) -> None:
     for first, second in site.run(RANKS, program, closes=False):
         assert not np.array_equal(first, second)  # other noise
         assert np.isfinite(second).all()
+
+
+def test_a_reducer_that_goes_in_the_middle_of_a_step_is_waited_for(site: Site) -> None:
+    """What the device still writes for its buckets is not given back before."""
+
+    def program(comm: Communicator) -> Any:
+        tree = site.there({key: draws(0, comm.rank) for key in "ab"}, comm.rank)
+        reducer = gccomm.Reducer(CHECKED, comm=comm, bucket_bytes=1)
+        for _ in range(4):
+            for key, x in tree.items():
+                reducer.push(key, x)
+            reducer.wait()
+        reducer.push("a", tree["a"])
+        (task,) = reducer._pushes._step.tasks  # type: ignore[union-attr]
+        task.done.wait(30)
+        (board,) = comm._boards.found.values()
+        event = board.queue.record()
+        assert not event.mark.done
+        del reducer, task
+        gc.collect()
+        assert event.mark.done
+
+    site.run(1, program)

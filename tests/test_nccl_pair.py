@@ -12,21 +12,9 @@ import pytest
 import gccomm
 from gccomm import testing
 from gccomm.communicator import Communicator
-from tests.nccl_site import Marks, Site, all_raise, floats, same, site, warm
+from tests.nccl_site import Beside, Marks, all_raise, beside, floats, same, site, warm
 
-__all__ = ["site"]
-
-
-class Beside(Site):
-    """Ranks of the local back end, which NCCL joins."""
-
-    def communicator(self, base: Any) -> Communicator:
-        return Communicator(base, joins=True)
-
-
-@pytest.fixture
-def beside(site: Site) -> Beside:
-    return Beside(site.machine, site.nccl)
+__all__ = ["beside", "site"]
 
 
 def test_nccl_joins_after_the_first_call_on_devices(beside: Beside) -> None:

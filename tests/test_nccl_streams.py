@@ -172,8 +172,9 @@ def test_several_buffers_go_as_one_group(site: Site, dtype: str) -> None:
             make(site.machine, stream, np.full(n, backend.rank + n).astype(kind).view(np.uint32))
             for n in (1, 2, 3)
         ]
-        backend.sum_many([(b, b) for b in buffers], dtype)
-        backend.sum_many([], dtype)
+        empty = make(site.machine, stream, [])
+        backend.end(backend.begin_many([("words" if dtype == "uint32" else dtype, b, b) for b in buffers]))
+        assert backend.begin_many([("words", empty, empty)]) is None
         stream.synchronize()
         return [b.values.view(kind).tolist() for b in buffers]
 
@@ -188,10 +189,8 @@ def test_buffers_of_several_streams_are_no_group(one: Site) -> None:
     def work(backend: NcclBackend) -> None:
         words = make(one.machine, stream_of(one.machine, 0), [1])
         other = words._replace(stream=stream_of(one.machine, 0).ptr)
-        with pytest.raises(ValueError, match="`pairs` must be buffers of one stream"):
-            backend.sum_many([(words, words), (other, other)], "uint32")
-        with pytest.raises(ValueError, match=r"`dtype` must be one of .*; got 'int32'"):
-            backend.sum_many([(words, words)], "int32")
+        with pytest.raises(ValueError, match="`parts` must be buffers of one stream"):
+            backend.begin_many([("words", words, words), ("words", other, other)])
 
     raised(on_ranks(1, work))
 

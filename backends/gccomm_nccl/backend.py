@@ -105,7 +105,7 @@ class NcclBackend:
         )
 
     def end(self, handle: tuple[int, Any], /) -> None:
-        """Let what follows on the stream come after a reduction that was begun."""
+        """Let what follows on the stream come after what was begun."""
         self._channel.join(handle)
 
     def maximum(self, words: Words | DeviceBuffer, /) -> None:
@@ -127,22 +127,30 @@ class NcclBackend:
         check_float(dtype)
         self._reduce(f"sum of {recv.size} {dtype}", send, recv, dtype, "sum")
 
-    def sum_many(self, pairs: Sequence[tuple[DeviceBuffer, DeviceBuffer]], dtype: FloatName | str, /) -> None:
-        """Sum several buffers of one device stream, (send, recv) each, in one launch; "uint32" for words."""
-        if dtype != "uint32":
-            check_float(dtype)
-        if not pairs:
-            return
-        stream = pairs[0][0].stream
-        if any(buffer.stream != stream for pair in pairs for buffer in pair):
-            raise ValueError("`pairs` must be buffers of one stream")
+    def begin_many(self, parts: Sequence[tuple[str, Any, Any]], /) -> tuple[int, Any] | None:
+        """Begin several reductions in the memory of the device, (kind, send, recv) each, as one group, which
+        is launched once; arguments and result as of `begin`.
+
+        Raises
+        ------
+        ValueError
+            The buffers are not of one stream.
+        """
+        found = [(*_KINDS.get(kind, (kind, "sum")), send, recv) for kind, send, recv in parts if recv.size]
+        if not found:
+            return None
+        stream = found[0][-1].stream
+        if any(buffer.stream != stream for *_, send, recv in found for buffer in (send, recv)):
+            raise ValueError("`parts` must be buffers of one stream")
+        calls = [self._call(send, recv, dtype, operator) for dtype, operator, send, recv in found]
 
         def call(own: int) -> None:
             with self._channel.library.group():
-                for send, recv in pairs:
-                    self._all_reduce(send.address, recv.address, recv.size, dtype, "sum", own)
+                for one in calls:
+                    one(own)
 
-        self._open("sum").enqueue(f"sum of {len(pairs)} buffers of {dtype}", stream, pairs, call)
+        name = f"group of {len(found)} reductions"
+        return self._open(name).launch(name, stream, [part[2:] for part in found], call)
 
     def _reduce(
         self, name: str, send: Array | DeviceBuffer, recv: Array | DeviceBuffer, dtype: str, operator: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class PairBackend:
         self._base, self._nccl = base, nccl
         self.name = f"{base.name}+{nccl.name}"
         self.device, self.takes_device = nccl.device, nccl.takes_device
-        self.require_whole, self.oversee, self.sum_many = nccl.require_whole, nccl.oversee, nccl.sum_many
+        self.require_whole, self.oversee = nccl.require_whole, nccl.oversee
         self.watched = nccl.watched
 
     def __getattr__(self, name: str) -> Any:
@@ -96,6 +97,11 @@ class PairBackend:
             return None
         handle = found.begin(kind, send, recv)
         return None if handle is None else (found, handle)
+
+    def begin_many(self, parts: Sequence[tuple[str, Any, Any]], /) -> tuple[Any, Any] | None:
+        """Begin several reductions in the memory of the device as one group."""
+        handle = self._nccl.begin_many(parts)
+        return None if handle is None else (self._nccl, handle)
 
     def end(self, handle: tuple[Any, Any], /) -> None:
         """Complete a reduction that was begun."""
