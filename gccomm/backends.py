@@ -27,6 +27,7 @@ __all__ = [
     "Connect",
     "DeviceBuffer",
     "FloatName",
+    "OnChannel",
     "Patience",
     "Wait",
     "Words",
@@ -341,6 +342,38 @@ def _seconds(variable: str, default: float) -> float:
         message = f"the environment variable {variable} must be a number of seconds, 0 or more; got {text!r}"
         raise ValueError(message)
     return value
+
+
+class OnChannel:
+    """What handles of a back end have in common that share a channel, ``_channel``."""
+
+    _channel: Any
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What all handles on this communicator share."""
+        found: dict[str, Any] = self._channel.shared
+        return found
+
+    @property
+    def interrupt_deadline(self) -> float | None:
+        """A value of `time.monotonic`: a rank that still waits after it gives everything up."""
+        found: float | None = self._channel.interrupt_deadline
+        return found
+
+    @interrupt_deadline.setter
+    def interrupt_deadline(self, value: float | None) -> None:
+        self._channel.interrupt_deadline = value
+
+    @property
+    def background(self) -> bool:
+        """Whether the program computes while this rank waits: waits then leave it the core."""
+        found: bool = self._channel.background
+        return found
+
+    @background.setter
+    def background(self, value: bool) -> None:
+        self._channel.background = value
 
 
 class Patience:

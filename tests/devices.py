@@ -16,7 +16,7 @@ from gccomm.kernels.cuda import on_cupy
 from tests.cuda_on_cpu import OnCpu, kernels_on_cpu
 from tests.fake_cupy import FakeCupy, Stream
 
-__all__ = ["FAKE_NVRTC", "cupy", "from_device", "on_device", "trees", "two_devices"]
+__all__ = ["FAKE_NVRTC", "cupy", "from_device", "on_device", "same", "trees", "two_devices"]
 
 FAKE_NVRTC = SimpleNamespace(
     NVRTCError=RuntimeError,
@@ -102,6 +102,18 @@ def trees(step: int, ranks: int) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Return whether trees of NumPy arrays have the same bits."""
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if not isinstance(expected, np.ndarray):
+        return bool(found == expected)
+    kinds = found.dtype == expected.dtype and found.shape == expected.shape
+    return kinds and found.tobytes() == expected.tobytes()
 
 
 def other_stream(cupy: FakeCupy) -> Stream:

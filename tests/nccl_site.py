@@ -19,9 +19,10 @@ import gccomm
 from gccomm.communicator import Communicator
 from gccomm.kernels.cuda import on_cupy
 from tests.cuda_on_cpu import OnCpu, kernels_on_cpu
-from tests.devices import FAKE_NVRTC, trees
+from tests.devices import FAKE_NVRTC, same, trees
 from tests.fake_gpu import Machine
 from tests.fake_nccl import FakeNccl, install
+from tests.on_threads import on_threads, raised
 
 __all__ = [
     "FLOWING",
@@ -79,30 +80,18 @@ class Site:
 
     def run(self, size: int, program: Callable[[Communicator], Any], *, closes: bool = True) -> list[Any]:
         """Call `program` on a thread per rank; return what each returned, or raise what one raised."""
-        results: list[Any] = [None] * size
 
-        def body(base: Any) -> None:
-            try:
-                with self.machine.cupy.cuda.Device(base.rank):
-                    stream = self.machine.cupy.cuda.Stream(non_blocking=True)
-                    with stream:
-                        comm = self.communicator(base)
-                        results[base.rank] = program(comm)
-                        if closes:
-                            comm.close()
-            except BaseException as error:
-                results[base.rank] = error
+        def body(base: Any) -> Any:
+            with self.machine.cupy.cuda.Device(base.rank):
+                stream = self.machine.cupy.cuda.Stream(non_blocking=True)
+                with stream:
+                    comm = self.communicator(base)
+                    result = program(comm)
+                    if closes:
+                        comm.close()
+                    return result
 
-        threads = [threading.Thread(target=body, args=(b,), daemon=True) for b in gccomm_local.group(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-            assert not thread.is_alive(), "a rank hangs"
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        return raised(on_threads(body, gccomm_local.group(size)))
 
 
 @pytest.fixture
@@ -132,12 +121,6 @@ def beside(site: Site) -> Beside:
 def floats(step: int, ranks: int) -> list[dict[str, Any]]:
     """Return trees without integers."""
     return [{k: v for k, v in tree.items() if v.dtype.kind not in "iub"} for tree in trees(step, ranks)]
-
-
-def same(found: Any, expected: Any) -> bool:
-    if isinstance(found, dict):
-        return found.keys() == expected.keys() and all(same(found[k], expected[k]) for k in found)
-    return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
 
 
 class Marks:

@@ -5,9 +5,10 @@ What codecs, engine and operands do with a device is what they do here, but that
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from gccomm.operand import Operand
 from gccomm.plan import Plan
 from gccomm.steps import Context
 from tests.cuda_on_cpu import OnCpu, kernels_on_cpu
+from tests.devices import same, trees
 
 CODECS = (
     "rotated",
@@ -46,31 +48,20 @@ CODECS = (
 )
 
 
-def trees(step: int, ranks: int) -> list[dict[str, Any]]:
-    """Return a tree a rank: all dtypes, odd sizes, rows, tails, small tensors and integers."""
-    found = []
-    for rank in range(ranks):
-        rng = np.random.default_rng([step, rank])
-        tails = rng.standard_normal(5003) * np.exp(rng.standard_normal(5003) * 2)
-        found.append(
-            {
-                "single": tails.astype(np.float32),
-                "double": rng.standard_normal((3, 700)),
-                "half": rng.standard_normal(2049).astype(np.float16),
-                "brain": rng.standard_normal(1500).astype(ml_dtypes.bfloat16),
-                "small": rng.standard_normal(7).astype(np.float32),
-                "tiny": (rng.standard_normal(1100) * 1e-42).astype(np.float32),
-                "long": rng.integers(-(2**60), 2**60, 1100),
-                "short": rng.integers(0, 9, 300).astype(np.uint8),
-                "flags": rng.random(40) < 0.5,
-            }
-        )
+def inputs(step: int, ranks: int) -> list[dict[str, Any]]:
+    """Return a tree a rank, with subnormal numbers."""
+    found = trees(step, ranks)
+    for rank, tree in enumerate(found):
+        rng = np.random.default_rng([step, rank, 1])
+        tree["tiny"] = (rng.standard_normal(1100) * 1e-42).astype(np.float32)
     return found
 
 
 def reduce(codec: str, ranks: int) -> tuple[list[dict[str, Any]], list[Any]]:
     """Three steps with small pieces; the last one's results."""
-    return testing.simulate(lambda step: trees(step, ranks), codec, steps=3, piece_coordinates=4096, op="sum")
+    return testing.simulate(
+        lambda step: inputs(step, ranks), codec, steps=3, piece_coordinates=4096, op="sum"
+    )
 
 
 @pytest.fixture
@@ -79,10 +70,6 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> OnCpu:
     monkeypatch.setattr(kernels, "of_device", lambda _device: found)
     assert isinstance(found.launcher, OnCpu)
     return found.launcher
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(a[key].tobytes() == b[key].tobytes() for key in a)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -163,6 +150,27 @@ def test_devices_without_kernels_are_named() -> None:
             kernels.of_device(name)
     with pytest.raises((ImportError, BackendError), match=r"CuPy|CUDA device"):
         kernels.of_device("cuda:99")
+
+
+def test_the_devices_functions_have_the_signatures_of_the_cpus() -> None:
+    """Which are those of the stub."""
+    path = Path(kernels.__file__).with_name("_native.pyi")
+    stub = {x.name: x for x in ast.parse(path.read_text("utf-8")).body if isinstance(x, ast.FunctionDef)}
+    path = Path(device_module.__file__)
+    (own,) = (
+        x
+        for x in ast.parse(path.read_text("utf-8")).body
+        if isinstance(x, ast.ClassDef) and x.name == "DeviceKernels"
+    )
+    compared = 0
+    for method in own.body:
+        if isinstance(method, ast.FunctionDef) and method.name in stub:
+            other = stub[method.name]
+            assert method.args.args.pop(0).arg == "self"
+            assert ast.dump(method.args) == ast.dump(other.args), method.name
+            assert ast.dump(method.returns) == ast.dump(other.returns), method.name  # type: ignore[arg-type]
+            compared += 1
+    assert compared > 10
 
 
 def test_the_device_has_every_function_on_blocks() -> None:

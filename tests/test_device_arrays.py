@@ -17,7 +17,7 @@ from gccomm import testing
 from gccomm.arrays import view
 from gccomm.errors import BackendError, GccommError, MismatchError, NonFiniteError
 from gccomm.interop import order
-from tests.devices import cupy, from_device, on_device, other_stream, trees, two_devices
+from tests.devices import cupy, from_device, on_device, other_stream, same, trees, two_devices
 from tests.fake_cupy import FakeCupy
 from tests.test_cuda_engine import CODECS
 
@@ -28,17 +28,6 @@ BIASED = ("thc", "powersgd", "topkc", "topkc:values=lanes", "grandk-mn")
 
 def simulated(codec: str, xs: Callable[[int], list[Any]], **options: Any) -> tuple[list[Any], list[Any]]:
     return testing.simulate(xs, codec, steps=3, piece_coordinates=4096, op="sum", **options)
-
-
-def same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
-    if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    if not isinstance(expected, np.ndarray):
-        return bool(found == expected)
-    kinds = found.dtype == expected.dtype and found.shape == expected.shape
-    return kinds and found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("codec", [*CODECS, "rehop", "uniform:widening=True"])

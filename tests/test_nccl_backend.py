@@ -21,6 +21,7 @@ from gccomm import backends
 from gccomm.errors import BackendError, CollectiveTimeout
 from tests.fake_gpu import Machine
 from tests.fake_nccl import MAX, SUM, FakeNccl, install
+from tests.on_threads import on_threads, raised
 
 LENGTHS = (0, 1, 7, 255, 2501, 100_003)
 
@@ -45,31 +46,15 @@ def one(monkeypatch: pytest.MonkeyPatch) -> Site:
 
 def on_ranks(size: int, work: Callable[[NcclBackend], Any], *, closes: bool = True) -> list[Any]:
     """Call `work` on a thread per rank; return what each returned or raised."""
-    results: list[Any] = [None] * size
 
-    def body(base: Any) -> None:
-        try:
-            backend = gccomm_nccl.over(base)
-            results[base.rank] = work(backend)
-            if closes:
-                backend.close()
-        except Exception as error:
-            results[base.rank] = error
+    def body(base: Any) -> Any:
+        backend = gccomm_nccl.over(base)
+        result = work(backend)
+        if closes:
+            backend.close()
+        return result
 
-    threads = [threading.Thread(target=body, args=(base,), daemon=True) for base in gccomm_local.group(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-        assert not thread.is_alive(), "a rank hangs"
-    return results
-
-
-def raised(results: list[Any]) -> list[Any]:
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return on_threads(body, gccomm_local.group(size), 20)
 
 
 def words_of(rank: int, length: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from gccomm import backends
 from gccomm.errors import BackendError, CollectiveTimeout
 from tests.fake_gpu import Machine
 from tests.fake_nccl import install
+from tests.on_threads import on_threads
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
 JAX = {"JAX_PROCESS_ID": "3", "JAX_NUM_PROCESSES": "4", "JAX_COORDINATOR_ADDRESS": "h:1234"}
@@ -108,27 +109,9 @@ def test_several_processes_of_unknown_places_are_warned_of(name: str) -> None:
 # The meeting
 
 
-def on_threads(stores: Any, size: int) -> list[Any]:
-    results: list[Any] = [None] * size
-
-    def body(rank: int) -> None:
-        try:
-            results[rank] = stores(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return results
-
-
 @pytest.fixture
 def three(address: tuple[str, int]) -> Iterator[list[Store]]:
-    stores = on_threads(lambda rank: Store(rank, 3, address, "job"), 3)
+    stores = on_threads(lambda rank: Store(rank, 3, address, "job"), range(3))
     assert all(isinstance(store, Store) for store in stores), stores
     yield stores
     for store in stores:
@@ -144,7 +127,8 @@ def soon(store: Store) -> str | None:
 
 def test_all_get_what_each_brings(three: list[Store]) -> None:
     for turn in range(2):
-        found = on_threads(lambda rank: three[rank].exchange({"rank": rank, "turn": turn, "x": "é" * 999}), 3)  # noqa: B023
+        mine = [{"rank": rank, "turn": turn, "x": "é" * 999} for rank in range(3)]
+        found = on_threads(lambda rank: three[rank].exchange(mine[rank]), range(3))  # noqa: B023
         assert found == [[{"rank": rank, "turn": turn, "x": "é" * 999} for rank in range(3)]] * 3
     assert [store.lost() for store in three] == [None] * 3
 
@@ -236,7 +220,7 @@ def test_who_waits_in_vain_gets_a_timeout(
 
 def test_a_process_that_goes_while_starting(three: list[Store]) -> None:
     three[2].close(whole=False)
-    results = on_threads(lambda rank: three[rank].exchange({}), 2)
+    results = on_threads(lambda rank: three[rank].exchange({}), range(2))
     assert all(isinstance(result, BackendError) for result in results)
     assert all("a process has gone while starting" in str(result) for result in results)
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from gccomm import kernels
-from gccomm.backends import Activity, Backend, Bytes, FloatName, Words
+from gccomm.backends import Activity, Backend, Bytes, FloatName, OnChannel, Words
 from gccomm.errors import BackendError
 from gccomm.hosts import Hosts
 from gccomm.operations import PROVIDED, check_operation
@@ -29,7 +29,7 @@ __all__ = ["MpiBackend", "open_backend"]
 Array = npt.NDArray[Any]
 
 
-class MpiBackend:
+class MpiBackend(OnChannel):
     """A handle on a communicator of gccomm's own; see `gccomm.backends.Backend` for the operations.
 
     Every wait, whatever the size, tests a request or a flag and gives the core away between tests, reports a
@@ -39,6 +39,7 @@ class MpiBackend:
 
     name = "mpi"
     operations = PROVIDED
+    _channel: Channel
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -49,29 +50,6 @@ class MpiBackend:
         self.local_rank: int = channel.local_rank
         self.one_host: bool = channel.one_host
         self.hosts: Hosts | None = channel.hosts
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """What all handles on this communicator share."""
-        return self._channel.shared
-
-    @property
-    def interrupt_deadline(self) -> float | None:
-        """A value of `time.monotonic`: a rank that still waits after it aborts the job."""
-        return self._channel.interrupt_deadline
-
-    @interrupt_deadline.setter
-    def interrupt_deadline(self, value: float | None) -> None:
-        self._channel.interrupt_deadline = value
-
-    @property
-    def background(self) -> bool:
-        """Whether the program computes while this rank waits: waits then leave it the core at once."""
-        return self._channel.background
-
-    @background.setter
-    def background(self, value: bool) -> None:
-        self._channel.background = value
 
     @property
     def no_window(self) -> str:

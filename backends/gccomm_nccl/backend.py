@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm.agreement import digest
-from gccomm.backends import Activity, Backend, Bytes, DeviceBuffer, FloatName, Words
+from gccomm.backends import Activity, Backend, Bytes, DeviceBuffer, FloatName, OnChannel, Words
 from gccomm.errors import BackendError
 from gccomm.operations import check_operation
 from gccomm.steps import Fold
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 KINDS = {"maximum": ("uint32", "max"), "words": ("uint32", "sum")}
 
 
-class NcclBackend:
+class NcclBackend(OnChannel):
     """A handle on a channel; see `gccomm.backends.Backend` for the operations.
 
     Of host memory they return when they are complete, of device memory when they are enqueued: what follows
@@ -34,6 +34,7 @@ class NcclBackend:
     name = "nccl"
     one_host = False  # no rank reads another's memory
     operations: frozenset[str] = frozenset()
+    _channel: Channel
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -46,29 +47,6 @@ class NcclBackend:
     def channel(self) -> Channel:
         """The communicator, its stream and what is on its way."""
         return self._channel
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """What all handles on this communicator share."""
-        return self._channel.shared
-
-    @property
-    def interrupt_deadline(self) -> float | None:
-        """A value of `time.monotonic`: a rank that still waits after it breaks the communicator."""
-        return self._channel.interrupt_deadline
-
-    @interrupt_deadline.setter
-    def interrupt_deadline(self, value: float | None) -> None:
-        self._channel.interrupt_deadline = value
-
-    @property
-    def background(self) -> bool:
-        """Whether the program computes while this rank waits."""
-        return self._channel.background
-
-    @background.setter
-    def background(self, value: bool) -> None:
-        self._channel.background = value
 
     @property
     def device(self) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 import gccomm
 from gccomm.errors import MismatchError, NonFiniteError
-from tests.devices import cupy, from_device, on_device, other_stream, trees
+from tests.devices import cupy, from_device, on_device, other_stream, same, trees
 from tests.fake_cupy import FakeCupy
 from tests.mpi.test_hierarchy import OnHosts
 
@@ -52,10 +52,6 @@ def steps(comm: Any, codec: str, cupy: FakeCupy | None, **options: Any) -> list[
         result = reducer(tree if cupy is None else on_device(cupy, tree))
         found.append(result if cupy is None else from_device(cupy, result))
     return found
-
-
-def same(found: Any, expected: Any) -> bool:
-    return all(found[key].tobytes() == expected[key].tobytes() for key in expected)
 
 
 @pytest.mark.parametrize("codec", CODECS)
