@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -342,19 +343,21 @@ class Communicator:
 
     def _complete(self, attempt: Attempt, drive: Callable[[], Any]) -> Any:
         """Drive a call to its end, or until it is parked."""
+        result = None
+        try:
+            result = drive()
+        finally:
+            if not isinstance(result, Parked):
+                attempt.release()
+        if isinstance(result, Parked):
+            return Parked(result.ready, partial(self._go_on, attempt, result.resume), attempt.release)
+        if self._boards.joins and attempt.plan is not None and len(attempt.plan.devices) == 1:
+            self._join(attempt.plan.devices[0])
+        return result
+
+    def _go_on(self, attempt: Attempt, resume: Callable[[], Any]) -> Any:
         with np.errstate(all="ignore"):
-            result = None
-            try:
-                result = drive()
-            finally:
-                if not isinstance(result, Parked):
-                    attempt.release()
-            if isinstance(result, Parked):
-                resume = result.resume
-                return Parked(result.ready, lambda: self._complete(attempt, resume), attempt.release)
-            if self._boards.joins and attempt.plan is not None and len(attempt.plan.devices) == 1:
-                self._join(attempt.plan.devices[0])
-            return result
+            return self._complete(attempt, resume)
 
     def _join(self, device: str) -> None:
         """Let NCCL join, now that all ranks have made a call on arrays of their devices."""

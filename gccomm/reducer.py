@@ -179,6 +179,9 @@ class Reducer:
     def wait(self) -> dict[str, Any]:
         """End a step that was pushed: return the results by key, of all ranks' keys; collective.
 
+        With checked headroom, and words that stay on a device, this is where the host waits for it, once for
+        all buckets, and spans that failed are sent again.
+
         Raises
         ------
         ValueError, TypeError

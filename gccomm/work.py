@@ -141,6 +141,9 @@ class Work:
     Its arrays are kept alive and must not be changed, nor ``out`` be looked at, before :meth:`wait` has
     returned. A handle may be dropped: the call is completed all the same, and if it fails, that is reported
     by a RuntimeWarning.
+
+    A call on arrays of a device whose words stay there is complete when all of it is enqueued; with checked
+    headroom, when the host has seen which spans failed, and these were sent again.
     """
 
     def __init__(self, task: Task, worker: Worker | None, deliver: Callable[[Done], Any], rank: int) -> None:
