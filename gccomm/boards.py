@@ -70,7 +70,8 @@ class Boards:
         if device not in self.found:
             from gccomm.flow import Board
 
-            board = Board(kernels.of_device(device), backend.rank, backend.require_whole)
+            groups = hasattr(backend, "begin_many")
+            board = Board(kernels.of_device(device), backend.rank, backend.require_whole, groups=groups)
             board.flows = getattr(backend, "flows", True)
             backend.oversee(board.look, board.doom)
             self.found[device] = board

@@ -53,6 +53,8 @@ class Board:
         For reports.
     require_whole : callable
         Raises what has broken the back end, if anything has.
+    groups : bool
+        The back end makes several reductions as one group.
 
     Attributes
     ----------
@@ -64,8 +66,15 @@ class Board:
         The host need not wait in reductions.
     """
 
-    def __init__(self, kernels: DeviceKernels, rank: int, require_whole: Callable[[], None]) -> None:
-        self.kernels, self.rank = kernels, rank
+    def __init__(
+        self,
+        kernels: DeviceKernels,
+        rank: int,
+        require_whole: Callable[[], None],
+        *,
+        groups: bool = False,
+    ) -> None:
+        self.kernels, self.rank, self.groups = kernels, rank, groups
         self.queue: Queue = kernels.launcher.queue  # type: ignore[attr-defined]  # CuPy's has one
         self.known: set[object] = set()
         self.waits, self.flows = 0, True
@@ -192,11 +201,10 @@ class Flow:
 class FlowWire(Wire):
     """Transfers of words that stay on a device."""
 
-    groups = True
-
     def __init__(self, flow: Flow, rank: int, size: int, spans: CallSpans | None) -> None:
         super().__init__(rank, size, spans)
         self._flow, self._board = flow, flow.board
+        self.groups = flow.board.groups
         self._agreed: list[DeviceWords] = []  # scales of the call
         self._own: Any = None  # the header's words, on the device
         self._tags: Any = None  # the next tags and what they add up to, on the device
