@@ -150,7 +150,7 @@ class OnCpu(Launcher):
 @lru_cache(maxsize=1)
 def _parameters() -> dict[str, list[str]]:
     """Return the dtypes of the parameters of each kernel, as its text declares them; uint64 for pointers."""
-    names = {"i64": "int64", "i32": "int32", "u32": "uint32"}
+    names = {"double": "float64", "i64": "int64", "i32": "int32", "u32": "uint32"}
     found = {}
     for name, text in re.findall(r"^KERNEL (\w+)\(([^)]*)\)", cuda.source(), re.MULTILINE):
         parts = [part.split() for part in text.split(",")]
