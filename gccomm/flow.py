@@ -175,7 +175,7 @@ class Flow:
 
         def ready() -> bool:
             try:
-                return bool(event.done)
+                return self.board.queue.came(event)
             except Exception:  # of a device that has failed: looking raises it
                 return True
 
@@ -185,7 +185,7 @@ class Flow:
         """Let the host wait for what was enqueued before the pause, and raise what is wrong; what follows is
         looked at as it comes.
         """
-        if self._event.done:
+        if self.board.queue.came(self._event):
             self.board.check()
         else:
             self.board.wait()

@@ -228,7 +228,7 @@ class Queue:
         go_on = self._local.go_on
         if go_on is not None and go_on():
             event = self.record()
-            while not self._come(event):
+            while not self.came(event):
                 go_on()
         else:
             with self._device:
@@ -244,7 +244,7 @@ class Queue:
         """Let the host wait until the device has done all that it has been asked for, on whatever stream."""
         self._device.synchronize()
 
-    def _come(self, event: Any) -> bool:
+    def came(self, event: Any) -> bool:
         """Return whether the device has come to an event; BackendError where it has failed."""
         with self._device, relaxed():
             status = int(self._runtime.eventQuery(event.ptr))
@@ -335,7 +335,7 @@ class Queue:
                 event, used = self._flying.popleft()
             except IndexError:  # another thread's
                 return
-            if not self._come(event):
+            if not self.came(event):
                 self._flying.appendleft((event, used))
                 return
 
