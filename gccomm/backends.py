@@ -90,7 +90,7 @@ class Backend(Protocol):
 
     One that reduces in the memory of devices has ``takes_device(device)``: whether `maximum`, `sum_words` and
     `sum_floats` also take `DeviceBuffer` objects of a device ("cuda:0"). These calls return when the work is
-    enqueued; where it fails, a later call raises. ``begin_many(parts)``, if there is one, begins several,
+    enqueued; where it fails, a later call raises. ``begin_many(parts)``, if it has that, begins several,
     (kind, send, recv) each, in one launch. ``device`` is this rank's; ``require_whole()`` raises what has
     broken the back end, if anything has; and ``oversee(look, doom)`` has it call ``look()`` now and then,
     which returns an error that ends everything, or None, and ``doom()`` before what is on its way is aborted.

@@ -70,7 +70,7 @@ class Boards:
         if device not in self.found:
             from gccomm.flow import Board
 
-            groups = hasattr(backend, "begin_many")
+            groups = getattr(backend, "begin_many", None) is not None
             board = Board(kernels.of_device(device), backend.rank, backend.require_whole, groups=groups)
             board.flows = getattr(backend, "flows", True)
             backend.oversee(board.look, board.doom)

@@ -114,7 +114,7 @@ class NcclBackend(OnChannel):
         ValueError
             The buffers are not of one stream.
         """
-        found = [(*_KINDS.get(kind, (kind, "sum")), send, recv) for kind, send, recv in parts if recv.size]
+        found = [(*KINDS.get(kind, (kind, "sum")), send, recv) for kind, send, recv in parts if recv.size]
         if not found:
             return None
         stream = found[0][-1].stream

@@ -9,7 +9,6 @@ copied to the others. Unlike with NCCL alone the host waits in every reduction, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +48,7 @@ class HostBackend(PairBackend):
 
     flows = False
     hosts_on_device = True
+    begin_many = None  # type: ignore[assignment]  # NCCL's groups end at the host
 
     def __init__(self, base: Any, nccl: NcclBackend, column: Column) -> None:
         super().__init__(base, nccl)
@@ -80,11 +80,6 @@ class HostBackend(PairBackend):
         """
         check_float(dtype)
         self._reduce(dtype, send, recv)
-
-    def sum_many(self, pairs: Sequence[tuple[DeviceBuffer, DeviceBuffer]], dtype: str, /) -> None:
-        """Sum several buffers, (send, recv) each; "uint32" for words."""
-        for send, recv in pairs:
-            self._reduce("words" if dtype == "uint32" else dtype, send, recv)
 
     def _reduce(self, kind: str, send: Any, recv: Any) -> None:
         """Reduce and complete, wherever the memory is."""
