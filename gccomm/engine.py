@@ -340,9 +340,7 @@ class _Engine:
         for part in self.job.parts[number - self.job.plan.plain]:
             transfer = part.transfer()
             self.stats.host_bytes += transfer.send.nbytes
-            self.stats.encode_s += self.wire.lap()
-            yield transfer
-            self.stats.wire_s += self.wire.lap()
+            yield from self.wire.move(transfer, transfer.send.nbytes, messages=0)
             part.adopt()
 
     def _first_round(self, call: Call) -> Generator[Transfer, None, BaseException | None]:

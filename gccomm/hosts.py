@@ -59,9 +59,9 @@ class HostWire(Wire):
         """Return the seconds since the last time."""
         return self._wire.lap()
 
-    def move(self, transfer: Whole, nbytes: int) -> Moves:
+    def move(self, transfer: Whole, nbytes: int, messages: int = 1) -> Moves:
         """Ask for a transfer between hosts, and count it."""
-        yield from self._wire.move(Between(transfer, self.speaker), nbytes)
+        yield from self._wire.move(Between(transfer, self.speaker), nbytes, messages)
 
     def decoded(self) -> None:
         """Count the time since the last transfer as spent on its sums."""

@@ -65,16 +65,16 @@ class Wire:
         elapsed, self._clock = now - self._clock, now
         return elapsed
 
-    def move(self, transfer: Whole, nbytes: int) -> Moves:
-        """Ask for a transfer, and count it."""
+    def move(self, transfer: Whole, nbytes: int, messages: int = 1) -> Moves:
+        """Ask for a transfer, and count it: as no message where it stays within a host."""
         piece, encoding = self.piece, self._clock
         self.stats.encode_s += self.lap()
         sent = self._clock
         yield transfer
         self.piece, waiting = piece, self._clock  # other pieces may have gone on meanwhile
         self.stats.wire_s += self.lap()
-        self.stats.wire_bytes += nbytes
-        self.stats.messages += 1
+        self.stats.wire_bytes += nbytes * messages
+        self.stats.messages += messages
         if self.spans is not None:
             self.spans.moved(transfer, piece, nbytes, (encoding, sent, waiting, self._clock))
 

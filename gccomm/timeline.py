@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gccomm.agreement import Call
-from gccomm.transfers import Between, LaneAdd, Maximum, Whole
+from gccomm.transfers import Between, HostSum, LaneAdd, Maximum, Whole
 
 __all__ = [
     "LIMIT",
@@ -118,6 +118,8 @@ class CallSpans:
         transfer = transfer.transfer if isinstance(transfer, Between) else transfer
         agrees, kind = isinstance(transfer, Maximum), "wire"
         names = ("scales", "agree") if agrees else ("encode", "wire")
+        if isinstance(transfer, HostSum):
+            names = "inputs", "host sum"
         self._met = self._met or there
         about: dict[str, Any] = {} if piece is None else {"piece": piece}
         sums: dict[str, Any] = {"bytes": nbytes}

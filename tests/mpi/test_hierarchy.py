@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gccomm_mpi
@@ -213,3 +215,26 @@ def test_settings_of_hosts(parent: Any, world: Any, monkeypatch: pytest.MonkeyPa
             gccomm.BackendError, match="need memory that ranks of a host share: GCCOMM_WINDOW=0"
         ):
             gccomm_mpi.connect(parent, hierarchical=True)
+
+
+def test_sums_of_hosts_are_in_the_timeline(parent: Any, world: Any, tmp_path: Path) -> None:
+    """A rank's phases add up to its statistics; only what goes between hosts counts as the wire's bytes."""
+    path = Path(world.bcast(str(tmp_path / "trace.json")))
+    mine = parent.Dup()
+    with gccomm.init(comm=mine, hierarchical=True) as comm:
+        reducer = gccomm.Reducer("uniform", comm=comm)
+        with gccomm.tracing(path, comm=comm):
+            reducer({"w": np.ones(3 << 20, np.float32)})
+        world.Barrier()
+        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+        own = [e for e in events if e["pid"] == comm.rank and e["tid"] == 0]
+        for kind in ("encode", "wire", "decode"):
+            spent = sum(e["dur"] for e in own if e["cat"] == kind) / 1e6
+            assert spent == pytest.approx(getattr(reducer.stats, f"{kind}_s"), rel=1e-6, abs=1e-6)
+        sums = [e for e in own if e["name"] == "host sum"]
+        assert sum(e["args"]["bytes"] for e in sums) == reducer.stats.host_bytes
+        assert (len(sums) > 0) == (comm._backend.hosts is not None)
+        wired = [e for e in own if e["name"] in ("wire", "agree")]
+        assert sum(e["args"]["bytes"] for e in wired) == reducer.stats.wire_bytes
+        assert len(wired) == reducer.stats.messages
+    mine.Free()
