@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,11 @@ class DeviceCall:
         What the arrays come after; by default, the current streams of this thread.
     go_on : callable, optional
         Lets what is on its way between ranks go on while the host waits for a device.
+
+    Attributes
+    ----------
+    later : bool
+        Results are handed over after the end of the call, or let go of: nobody waits at its end.
     """
 
     def __init__(
@@ -48,7 +54,8 @@ class DeviceCall:
             for i, (spec, out) in enumerate(zip(plan.specs, outs, strict=True))
             if spec.staged and out is None
         }
-        self._over = False
+        self._over = self.later = False
+        self._unseen: list[tuple[Any, Any]] = []  # queues, and the events of what they still do
         for queue in self._queues:
             queue.meanwhile(go_on)
         order.begin([*views, *outs], when)
@@ -73,7 +80,7 @@ class DeviceCall:
 
     def hand_over(self, results: Sequence[Any], libraries: Sequence[str]) -> Callable[[], None]:
         """Return what lets the caller's streams come after results, of a library each, in his thread."""
-        self._over = True
+        self._over, self._unseen = True, []
         arrays = []
         for result, library, out in zip(results, libraries, self._outs, strict=True):
             array, of = (result, library) if out is None else (out.data, out.library)
@@ -87,13 +94,24 @@ class DeviceCall:
         return any(queue.capturing() for queue in self._queues)
 
     def end(self) -> None:
-        """End the call; where nothing was handed over, wait until the caller's arrays are no longer used."""
+        """End the call; where nothing is handed over, wait until the caller's arrays are no longer used."""
         for queue in self._queues:
             queue.meanwhile(None)
-            if not self._over and queue.capturing():
+            if self._over:
+                continue
+            if queue.capturing():
                 order.rejoin(queue, self._views)
-            elif not self._over:
+            elif self.later:
+                self._unseen.append((queue, queue.record()))
+            else:
                 queue.wait()
+
+    def __del__(self) -> None:
+        """Wait for what was to be handed over and is not, before the caller's arrays go."""
+        if sys is None or sys.is_finalizing():
+            return
+        for queue, event in getattr(self, "_unseen", ()):
+            queue.complete(event)
 
 
 def broadcast_results(treedef: Any, views: Sequence[View | None], buffers: Sequence[Any]) -> Any:

@@ -212,7 +212,7 @@ class Pushes:
         step.failed = True  # until it is known better
 
         def finish(attempt: Attempt, outcome: Outcome) -> None:
-            attempt.settle(outcome)
+            attempt.settle(outcome, later=True)
             step.attempts[number] = attempt
             step.stats.add(outcome.stats)
 

@@ -411,13 +411,17 @@ class Attempt:
         self.reduction.advance(outcome.stats)
         self.take_over()
 
-    def settle(self, outcome: Outcome) -> None:
-        """Take in what the call came to and leave the reduction as it is; raises the outcome's error."""
+    def settle(self, outcome: Outcome, *, later: bool = False) -> None:
+        """Take in what the call came to and leave the reduction as it is; raises the outcome's error. Results
+        are delivered before the call is released, or ``later``.
+        """
         states = self.job.states if self.job is not None else {}
         self._let_go()
         if outcome.error is not None:
             raise outcome.error
         assert self.plan is not None
+        if self._devices is not None:
+            self._devices.later = later
         if self.reduction.remember:  # before anything is taken over
             self._found = next_states(self.plan.specs, outcome.parts, states)
         if outcome.present is not None:  # None everywhere stays None, and keeps its residual

@@ -101,3 +101,22 @@ def test_managed_memory_is_the_devices(cupy: FakeCupy) -> None:
     launcher: Any = kernels.of_device("cuda:0").launcher
     cupy.cuda.runtime.pointerGetAttributes = lambda _: type("Attributes", (), {"type": 3, "device": 0})
     assert launcher.owns(1)
+
+
+def test_memory_that_a_destroyed_stream_has_used_is_used_again_when_the_device_is_done(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program may let go of its stream before its results."""
+    queue, array = queue_of(), queue_of().empty(100, np.float32)
+    array.owner.streams.add(0xDEAD)
+    capturing = cupy.cuda.runtime.streamIsCapturing
+
+    def fail(stream: int) -> bool:
+        if stream == 0xDEAD:
+            raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorInvalidResourceHandle")
+        return bool(capturing(stream))
+
+    monkeypatch.setattr(cupy.cuda.runtime, "streamIsCapturing", fail)
+    del array
+    gc.collect()
+    assert len(queue.parked) == 1

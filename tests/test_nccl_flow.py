@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -253,3 +254,47 @@ def test_words_of_a_device_are_arrays_to_numpy(site: Site) -> None:
         words[:3] = words[:2]
     with pytest.raises(ValueError, match="without a copy"):
         np.array(words, copy=False)
+
+
+def test_pushed_buckets_that_cannot_overflow_are_waited_for_by_nobody(site: Site) -> None:
+    """Neither when their turn is over nor by `wait`."""
+    marks, size = Marks(site, 2), 40_000
+
+    def program(comm: Communicator) -> Any:
+        reducer = gccomm.Reducer("uniform", comm=comm, op="sum", bucket_bytes=170_000, error_feedback=False)
+        there = {key: site.there(np.full(size, i, np.float32), comm.rank) for i, key in enumerate("abcd")}
+        for step in range(7):
+            before = marks(comm)
+            for key, x in there.items():
+                reducer.push(key, x)
+            found = reducer.wait()
+            if step > 3:
+                assert marks(comm) == before
+        return [float(site.back(found[key])[0]) for key in "abcd"]
+
+    assert site.run(2, program) == [[0, 2, 4, 6]] * 2
+
+
+def test_buckets_of_a_reducer_that_goes_before_wait_are_waited_for(site: Site) -> None:
+    """Their arrays are read until then."""
+
+    def program(comm: Communicator) -> Any:
+        x = site.there(np.ones(5000, np.float32), comm.rank)
+        reducer = gccomm.Reducer("uniform", comm=comm, bucket_bytes=1)
+        for _ in range(4):
+            for key in "ab":
+                reducer.push(key, x)
+            reducer.wait()
+        reducer.push("a", x)
+        step = reducer._pushes._step
+        assert step is not None
+        step.tasks[0].done.wait(30)
+        (attempt,) = step.attempts.values()
+        assert attempt._devices is not None
+        ((_, event),) = attempt._devices._unseen
+        assert not event.mark.done
+        del reducer, step, attempt
+        gc.collect()
+        assert event.mark.done
+
+    site.run(1, program)

@@ -63,11 +63,14 @@ class Loan:
         queue = self._queue
         # A thread's own default stream is another one here, and a graph has no place for what is not its own.
         unknown = self.anywhere or _PER_THREAD in self.streams
-        if unknown or any(queue.capturing(stream) for stream in self.streams):
+        try:
+            unknown = unknown or any(queue.capturing(stream) for stream in self.streams)
+            for stream in () if unknown else self.streams:
+                queue.follow(stream)
+        except Exception:  # of a stream that is no more, though the device may still do what it was asked for
+            unknown = True
+        if unknown:
             queue.parked.append(self._memory)
-            return
-        for stream in self.streams:
-            queue.follow(stream)
 
 
 class DeviceArray:
@@ -231,13 +234,13 @@ class Queue:
             while not self.came(event):
                 go_on()
         else:
-            with self._device:
+            with self._device, relaxed():
                 self._stream.synchronize()
         self._land()
 
     def complete(self, event: Any) -> None:
         """Let the host wait for an event."""
-        with self._device:
+        with self._device, relaxed():
             event.synchronize()
 
     def wait_for_device(self) -> None:
