@@ -94,8 +94,9 @@ class Backend(Protocol):
     (kind, send, recv) each, in one launch. ``device`` is this rank's; ``require_whole()`` raises what has
     broken the back end, if anything has; and ``oversee(look, doom)`` has it call ``look()`` now and then,
     which returns an error that ends everything, or None, and ``doom()`` before what is on its way is aborted.
-    With ``flows`` False the host waits in each of them all the same, and so may look at every header; then
-    ranks that differ break nothing.
+    Where that waits for other ranks, ``await_event(event)`` lets the host wait for an event of the device,
+    until `interrupt_deadline`. With ``flows`` False the host waits in each of them all the same, and so may
+    look at every header; then ranks that differ break nothing.
 
     And one whose hosts add up floats before they are compressed has ``hosts`` (`gccomm.hosts.Hosts`, or
     None), ``host_sum(send, recv, dtype, place)``, the sum over a host's ranks into ``recv`` of the one at a

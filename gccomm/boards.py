@@ -70,8 +70,13 @@ class Boards:
         if device not in self.found:
             from gccomm.flow import Board
 
-            groups = getattr(backend, "begin_many", None) is not None
-            board = Board(kernels.of_device(device), backend.rank, backend.require_whole, groups=groups)
+            board = Board(
+                kernels.of_device(device),
+                backend.rank,
+                backend.require_whole,
+                groups=getattr(backend, "begin_many", None) is not None,
+                await_event=getattr(backend, "await_event", None),
+            )
             board.flows = getattr(backend, "flows", True)
             backend.oversee(board.look, board.doom)
             self.found[device] = board

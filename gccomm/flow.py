@@ -55,6 +55,8 @@ class Board:
         Raises what has broken the back end, if anything has.
     groups : bool
         The back end makes several reductions as one group.
+    await_event : callable, optional
+        Waits for an event of the queue, and raises what ends that; by default the queue waits.
 
     Attributes
     ----------
@@ -73,8 +75,10 @@ class Board:
         require_whole: Callable[[], None],
         *,
         groups: bool = False,
+        await_event: Callable[[Any], None] | None = None,
     ) -> None:
         self.kernels, self.rank, self.groups = kernels, rank, groups
+        self._await_event = await_event
         self.queue: Queue = kernels.launcher.queue  # type: ignore[attr-defined]  # CuPy's has one
         self.known: set[object] = set()
         self.waits, self.flows = 0, True
@@ -121,7 +125,9 @@ class Board:
     def wait(self) -> None:
         """Let the host wait until all is done, and raise what is wrong."""
         self.waits += 1
-        self.queue.finish(wait=True)
+        self.queue.finish(wait=self._await_event is None)
+        if self._await_event is not None:
+            self._await_event(self.queue.record())
         self.check()
 
     def begin(self, call: Call) -> None:

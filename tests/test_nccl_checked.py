@@ -70,7 +70,7 @@ def test_steps_wait_once_and_give_the_bits_of_the_cpus(site: Site, codec: str, f
     assert equal([x for x, _ in found], [x for x, _ in expected])
     for (_, mine), (_, other) in zip(found, expected, strict=True):
         np.testing.assert_equal(mine, other)
-    assert waits[:RANKS] == [(3 * RANKS, 3)] * RANKS  # of all devices, and of each
+    assert waits[:RANKS] == [(0, 3)] * RANKS  # by CUDA's own function, and by asking for an event
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -308,3 +308,26 @@ def test_a_reducer_that_goes_in_the_middle_of_a_step_is_waited_for(site: Site) -
         assert event.mark.done
 
     site.run(1, program)
+
+
+def test_an_interrupt_ends_the_wait_for_the_device(site: Site) -> None:
+    """CUDA's own wait would come back when the other rank comes, or never."""
+    done = threading.Event()
+
+    def program(comm: Communicator) -> Any:
+        x = site.there(draws(0, comm.rank), comm.rank)
+        comm.compressed_allreduce(x, codec=CHECKED)
+        if comm.rank == 1:
+            done.wait(30)
+            return None
+        comm._backend.interrupt_deadline = time.monotonic() + 0.2
+        try:
+            with pytest.raises(gccomm.BackendError, match=r"rank 0: interrupted while waiting in a wait for"):
+                comm.compressed_allreduce(x, codec=CHECKED)
+        finally:
+            done.set()
+        with pytest.raises(gccomm.BackendError, match="broken"):
+            comm.barrier()
+        return None
+
+    site.run(2, program, closes=False)

@@ -71,6 +71,13 @@ class NcclBackend(OnChannel):
         with self._open(name).calling(name):
             wait()
 
+    def await_event(self, event: Any) -> None:
+        """Let the host wait for an event of this device, which may come after reductions that were begun.
+
+        Unlike CUDA's own waits, this one ends after Ctrl-C.
+        """
+        self._channel.wait(event, "a wait for the device", overseen=True)
+
     def begin(self, kind: str, send: Any, recv: Any, /) -> tuple[int, Any] | None:
         """Begin a reduction, "maximum", "words" or a float format; None: of host memory, it is complete."""
         dtype, operator = KINDS.get(kind, (kind, "sum"))

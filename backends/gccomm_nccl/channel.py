@@ -21,6 +21,7 @@ __all__ = ["Channel"]
 _READY, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 SPINS, NAP_S = 200, 5e-5
 SHORT_S = 0.002  # a longer wait is for a rank that computes: leave it the core
+UNTIMED = Patience(0, 0, 0, 0)  # has no rank to name, as it reports nothing
 
 
 class Channel:
@@ -151,8 +152,10 @@ class Channel:
                 self.watchdog.watch(Flight(name, before, after, keep))
         return stream, after
 
-    def wait(self, event: Any, name: str) -> None:
-        """Let the host wait for an event of the channel's stream.
+    def wait(self, event: Any, name: str, *, overseen: bool = False) -> None:
+        """Let the host wait for an event of the channel's stream, or of what comes after it.
+
+        With ``overseen`` the watchdog keeps the time, and reports a stall, of what is waited for.
 
         Raises
         ------
@@ -163,17 +166,17 @@ class Channel:
         """
         try:
             with self._within():
-                self._wait(event, name)
+                self._wait(event, name, UNTIMED if overseen else self.patience)
         except BaseException as error:
             self.fail(error)
             self._error = None  # raised here
             raise
 
-    def _wait(self, event: Any, name: str) -> None:
+    def _wait(self, event: Any, name: str, patience: Patience) -> None:
         for _ in range(SPINS):
             if self.done(event):
                 return
-        wait = self.patience.begin(name)
+        wait = patience.begin(name)
         while True:
             self.require_whole(name)
             if self.done(event):

@@ -37,7 +37,7 @@ class PairBackend:
         self.name = f"{base.name}+{nccl.name}"
         self.device, self.takes_device = nccl.device, nccl.takes_device
         self.require_whole, self.oversee = nccl.require_whole, nccl.oversee
-        self.watched = nccl.watched
+        self.watched, self.await_event = nccl.watched, nccl.await_event
 
     def __getattr__(self, name: str) -> Any:
         """Return what the other back end has."""
