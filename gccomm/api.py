@@ -49,7 +49,7 @@ def init(backend: str = "auto", *, comm: Any = None, hierarchical: bool | None =
     hierarchical : bool, optional
         What hosts of several ranks do first, where there are several hosts. True: a host's ranks add up their
         floats, in float32 or float64, and one of them compresses the sum, so that only hosts count in the
-        headroom of lanes: the error is smaller, and hangs on which ranks share a host. None: one rank of a
+        headroom of lanes: the error is smaller, and depends on which ranks share a host. None: one rank of a
         host exchanges the host's words, with the results of a group without hosts. False: all ranks exchange
         words. Equal on all ranks; the variable ``GCCOMM_HIERARCHY`` goes before it. Of arrays on devices NCCL
         adds up the floats of a host with True, and its words with ``GCCOMM_HIERARCHY=words``, and MPI is what

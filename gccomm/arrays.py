@@ -94,7 +94,7 @@ def _find_handler(kind: type) -> Callable[[Any], View]:
 
         handler = device.cupy_handler(kind)
     if handler is None:
-        return host.view_other  # not kept: its answer hangs on the object, not on the type alone
+        return host.view_other  # not kept: its answer depends on the object, not on the type alone
     _HANDLERS[kind] = handler
     return handler
 

@@ -4,7 +4,7 @@
 the exponent format, rounded at random (:mod:`gccomm.kernels.reference.operations` is the specification).
 Neither is associative, so the order counts: the ranks' words are added in pairs of neighbours, (0, 1),
 (2, 3), ..., then the sums in pairs, and so on; one without a neighbour waits for the next round. The
-randomness hangs on the seed, the number of the addition and the place in the whole array. So results depend
+randomness depends on the seed, the number of the addition and the place in the whole array. So results depend
 neither on how a back end cuts the array nor on which rank adds.
 
 A tree, because fewer roundings follow each other than along a chain. Each takes an exponent down by one at

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from gccomm_launch.mpiexec import NoLauncherError, find_launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -156,6 +158,50 @@ def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
         page = tmp_path / "page.md"
         page.write_text(body)
         assert examples_of(page).returncode != 0
+
+
+@pytest.fixture(scope="module")
+def launcher() -> None:
+    """Skip where ranks of MPI cannot be started."""
+    pytest.importorskip("pytest_mpi")
+    try:
+        find_launcher()
+    except NoLauncherError as error:
+        pytest.skip(str(error))
+
+
+def run_mpi_example(
+    folder: Path, ranks: int, old: str = "", new: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Write the test of docs/running.md, with a text replaced, and run it by the command that follows it."""
+    found = blocks((ROOT / "docs" / "running.md").read_text(encoding="utf-8"))
+    place = next(i for i, block in enumerate(found) if block.text.startswith("# tests/test_sum.py\n"))
+    body, command = found[place].text, shlex.split(found[place + 1].text)
+    assert command[:3] == ["gccomm", "run", "-n"]
+    assert old in body
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_sum.py").write_text(body.replace(old, new) if old else body)
+    environ = {**os.environ, "PYTEST_ADDOPTS": "-p no:cacheprovider -W error"}
+    start = "import sys; from gccomm_launch.run import run; sys.exit(run(sys.argv[1:]))"
+    command = [sys.executable, "-c", start, "-n", str(ranks), *command[4:]]
+    return subprocess.run(
+        command, env=environ, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_mpi_test_of_the_documentation_passes(tmp_path: Path, ranks: int) -> None:
+    done = run_mpi_example(tmp_path, ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("1 passed") == ranks, done.stdout
+
+
+@pytest.mark.usefixtures("launcher")
+def test_the_mpi_test_of_the_documentation_notices_a_wrong_sum(tmp_path: Path) -> None:
+    done = run_mpi_example(tmp_path, 2, "(comm.size + 1) / 2", "(comm.size + 2) / 2")
+    assert done.returncode != 0
+    assert "1 failed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))

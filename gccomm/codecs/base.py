@@ -113,7 +113,7 @@ class Codec(ABC):
 
     def flows(self, ctx: Context) -> bool:
         """Return whether all that its steps do with words is what the operand's functions do, so that these
-        may stay on a device while the host goes on: nothing hangs on what words say, but for what follows a
+        may stay on a device while the host goes on: nothing depends on what words say, but for what follows a
         :class:`gccomm.steps.Look`.
         """
         del ctx
