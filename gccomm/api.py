@@ -14,6 +14,7 @@ from typing import Any
 from gccomm import backends
 from gccomm.codecs import Codec
 from gccomm.communicator import Communicator
+from gccomm.errors import BackendError
 from gccomm.work import Work
 
 __all__ = [
@@ -30,7 +31,30 @@ __all__ = [
 using: ContextVar[Communicator | None] = ContextVar("gccomm_communicator", default=None)
 _default: Communicator | None = None
 _default_how: bool | None = None  # its `hierarchical`
-_lock = threading.Lock()
+
+
+class _Alone:
+    """A lock which the thread that holds it is told of, in place of waiting for itself."""
+
+    def __init__(self) -> None:
+        self._lock, self._holder = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        if self._holder == threading.get_ident():
+            msg = (
+                "gccomm.init() was called again by something that it imports: is a file of yours called like "
+                "a package that a back end needs (mpi4py, nccl, cupy)?"
+            )
+            raise BackendError(msg)
+        self._lock.acquire()
+        self._holder = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._holder = 0
+        self._lock.release()
+
+
+_lock = _Alone()
 
 
 def init(backend: str = "auto", *, comm: Any = None, hierarchical: bool | None = None) -> Communicator:

@@ -69,6 +69,37 @@ def test_what_is_there_works() -> None:
     assert {finding["status"] for finding in found.values()} <= {"ok", "absent"}
 
 
+def test_a_folder_like_the_source_s_own(tmp_path: Path) -> None:
+    """There `gccomm` has no compiled kernels, and an installed one is what counts."""
+    (tmp_path / "gccomm").mkdir()
+    (tmp_path / "gccomm" / "__init__.py").write_text("raise ImportError('not the installed one')")
+    command = Path(sys.executable).with_name("gccomm")  # as a user calls it
+    argv = [str(command), "doctor", "--json"]
+    done = subprocess.run(
+        argv,
+        cwd=tmp_path,
+        env=outside(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("_launcher")
+def test_ranks_of_gccomm_s_own_programs_in_such_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "gccomm").mkdir()
+    (tmp_path / "gccomm" / "__init__.py").write_text("raise ImportError('not the installed one')")
+    argv = [str(Path(sys.executable).with_name("gccomm")), "bench", "-n", "2", "-b", "4K", "-e", "4K"]
+    done = subprocess.run(
+        [*argv, "-i", "2", "--no-peers"], cwd=tmp_path, env=outside(os.environ),
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "uniform" in done.stdout
+
+
 @pytest.mark.usefixtures("_launcher")
 def test_mpi_is_found_started_and_tried() -> None:
     found = findings(doctor("--json"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def job(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[s
 
 def gone(output: str) -> bool:
     """Whether the processes that have printed their number go within ten seconds, zombies apart."""
-    numbers = [int(line.split()[1]) for line in output.splitlines() if line.startswith("pid ")]
+    numbers = [int(number) for number in re.findall(r"pid (\d+)", output)]  # lines of ranks may run together
     assert numbers
     end = time.monotonic() + 10
     while any(map(alive, numbers)) and time.monotonic() < end:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from gccomm_local import LocalBackend, LockstepGroup, combine, connect, group
 
+import gccomm
 from gccomm import backends
 from gccomm.errors import BackendError, CollectiveTimeout
 from gccomm.operations import OPERATIONS, PROVIDED, reduce_parts
@@ -418,3 +419,15 @@ def test_missing_mpi4py_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(BackendError, match=r"needs mpi4py.*pip install \"gccomm\[mpich\]\""):
         gccomm_mpi.connect()
+
+
+def test_init_called_by_what_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a script of the name of a package: said at once, where it would wait for itself."""
+
+    def connect(**how: Any) -> Any:
+        return gccomm.init("local", **how)
+
+    monkeypatch.setattr(backends, "load", lambda name: connect)
+    for _ in range(2):
+        with pytest.raises(BackendError, match="called again by something that it imports"):
+            gccomm.init("mpi")

@@ -46,7 +46,8 @@ def list_codecs() -> list[str]:
 
 
 def register_codec(codec: type[Codec], *, replace: bool = False) -> type[Codec]:
-    """Add a codec class under its ``id``; usable as a decorator.
+    """Add a codec class under its ``id``; usable as a decorator. Again it does nothing, nor where
+    the class has an entry point.
 
     Raises
     ------
@@ -58,12 +59,20 @@ def register_codec(codec: type[Codec], *, replace: bool = False) -> type[Codec]:
     if not _is_codec(codec):
         msg = f"a codec is a subclass of gccomm.codecs.base.Codec with an `id`, got {codec!r}"
         raise TypeError(msg)
-    if codec.id in list_codecs() and not replace:
+    if codec.id in list_codecs() and not (replace or _is_known(codec)):
         msg = f"a codec with the id {codec.id!r} exists already; pass replace=True to replace it"
         raise ValueError(msg)
     _loaded[codec.id] = codec
     _made.clear()
     return codec
+
+
+def _is_known(codec: type[Codec]) -> bool:
+    """Whether this very class has been registered, or is what an entry point names."""
+    if codec.id in _loaded or codec.id in _BUILT_IN:
+        return _loaded.get(codec.id) is codec
+    here = f"{codec.__module__}:{codec.__qualname__}"
+    return any(p.name == codec.id and p.value == here for p in entry_points(group="gccomm.codecs"))
 
 
 def get_codec(codec: str | dict[str, Any] | Codec, **options: Any) -> Codec:

@@ -101,7 +101,7 @@ def ask(arguments: Sequence[str], timeout_s: float, environ: Mapping[str, str] |
     variables = outside(os.environ) if environ is None else dict(environ)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:  # pipes could be held open
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, "-P", *arguments],  # not what the current folder happens to have
             env=variables,
             stdin=subprocess.DEVNULL,
             stdout=out,

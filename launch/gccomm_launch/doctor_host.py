@@ -47,7 +47,9 @@ def _python() -> Finding:
 
 def judge_kernels(answer: Answer) -> list[Finding]:
     """Return what the answer of this module, run as a program, means."""
-    remedy = "install gccomm again, in this environment: pip install --force-reinstall --no-deps gccomm"
+    remedy = (
+        "install gccomm again, in this environment: pip install --force-reinstall --no-deps . (or gccomm)"
+    )
     if answer.facts is None:
         text = f"a program that imports NumPy and gccomm's kernels {answer.failure}"
         return [Finding("kernels", "problem", text, remedy)]

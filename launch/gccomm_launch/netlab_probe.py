@@ -22,7 +22,7 @@ __all__ = ["link_rate", "pairs", "transfer"]
 # Not counted: TCP finds its rate, and the buckets' bursts are spent.
 _WARMUP_S = 0.3
 _PATIENCE_S = 20.0
-_SELF = (sys.executable, "-m", "gccomm_launch.netlab_probe")
+_SELF = (sys.executable, "-P", "-m", "gccomm_launch.netlab_probe")
 
 
 def link_rate(source: int = 1, target: int = 2, seconds: float = 1.0) -> float:

@@ -102,6 +102,8 @@ def program_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> 
     # mpi4py's runner, which aborts the job when a rank raises or exits with an error, also before MPI.
     runner = [sys.executable, "-m", "gccomm_launch.rank"]
     if options.module:
+        if options.module[0].partition(".")[0] == "gccomm_launch":
+            runner.insert(1, "-P")  # the installed one, in gccomm's source folder too
         return [*runner, "-m", *options.module]
     if not options.script:
         parser.error("a script, or -m and a module, is missing")
