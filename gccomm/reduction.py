@@ -159,7 +159,7 @@ class Reduction:
         signature = (tuple(leaves), nones, size, hosts, lane_sums, most)
         plan = self._plans.pop(signature, None)
         if plan is None:
-            specs = [self._spec(x) for x in leaves]
+            specs = [self._spec(x, hosts or size) for x in leaves]
             sizes = most, options.bucket_bytes
             plan = Plan(specs, size, options.seed, *sizes, nones, hosts, lane_sums=lane_sums)
             while len(self._plans) >= self.plans_kept:
@@ -168,7 +168,7 @@ class Reduction:
         plan.uses += 1
         return plan
 
-    def _spec(self, leaf: Leaf) -> LeafSpec:
+    def _spec(self, leaf: Leaf, ranks: int) -> LeafSpec:
         codec, op = self.options.codec(leaf.key), self.options.op(leaf.key)
         if leaf.dtype not in FLOATS:
             if op == "mean":
@@ -178,6 +178,8 @@ class Reduction:
             codec = _INTEGERS
         elif codec.lossy and leaf.size < self.options.exact_below:
             codec = _TWO_WORDS
+        elif self.remember:
+            codec = codec.for_array(leaf.size, ranks)
         feedback = codec.rounds and self.options.feedback(leaf.key, codec)
         return LeafSpec(
             leaf.key, leaf.dtype, leaf.shape, leaf.row_shape, codec, op == "mean", feedback, leaf.device
@@ -227,9 +229,7 @@ class Attempt:
         self._lane_sums = self.place.sums_lanes and not self.measures
         hosts = self.place.hosts.number if self.place.hosts is not None else 0
         size, least = self.place.size, least_piece(self.place, self._leaves)
-        plan = self.plan = self.reduction.plan(
-            self._leaves, nones, size, hosts, self._lane_sums, piece_coordinates=least
-        )
+        plan = self.plan = self.reduction.plan(self._leaves, nones, size, hosts, self._lane_sums, least)
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
         plan.require_operations(self.place.operations)

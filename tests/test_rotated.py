@@ -10,6 +10,7 @@ from gccomm_launch import accuracy_families as families
 
 import gccomm
 from gccomm import testing
+from gccomm.codecs.rotated import SMALL, Rotated
 from gccomm.errors import NegotiationError
 
 Array = np.ndarray[Any, Any]
@@ -155,6 +156,68 @@ def test_which_headroom_is_the_default(n: int, stateful: bool, checked: bool) ->
         return comm.stats.messages
 
     assert testing.run(program, ranks=n) == [3 if checked else 2] * n
+
+
+@pytest.mark.parametrize(
+    ("wire_bits", "n", "carried"),
+    [(8, 4, 10), (8, 16, 10), (8, 17, 16), (8, 65536, 16), (8, 65537, 8), (4, 4, 5), (4, 16, 6), (4, 17, 8),
+     (2, 4, 3), (10, 5, 16), (16, 4, 16)],
+)  # fmt: skip
+def test_small_arrays_of_a_reducer_have_wider_lanes_that_cannot_overflow(
+    wire_bits: int, n: int, carried: int
+) -> None:
+    codec = gccomm.get_codec("rotated", wire_bits=wire_bits, rotations=2)
+    small = codec.for_array(SMALL - 1, n)
+    assert small.config() == {
+        **codec.config(), "wire_bits": carried, "headroom": "auto" if carried == wire_bits else "safe"
+    }  # fmt: skip
+    assert codec.for_array(SMALL, n) is codec
+
+
+@pytest.mark.parametrize(
+    "options", ["headroom=checked", "headroom=safe", "headroom=clipped", "scales=predicted"]
+)
+def test_who_chose_a_headroom_gets_it_for_small_arrays_too(options: str) -> None:
+    codec = gccomm.get_codec(f"rotated:{options}")
+    assert codec.for_array(1024, 8) is codec
+    assert gccomm.get_codec("rotated").for_array(1024, 3).fingerprint == Rotated().fingerprint
+
+
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize(("n", "width"), [(4, 8), (16, 8), (64, 8), (4, 4), (16, 4)])
+def test_small_arrays_of_a_reducer_are_as_exact_as_with_checked_headroom(
+    family: str, n: int, width: int
+) -> None:
+    codec = f"rotated:wire_bits={width},headroom="
+    errors = [
+        measure(codec + headroom, family, n, steps=5, coordinates=SMALL // 2)[0]
+        for headroom in ("auto", "checked")
+    ]
+    assert errors[0] < 1.1 * errors[1]
+
+
+def test_a_small_array_is_sent_at_once_and_its_bits_do_not_depend_on_its_company() -> None:
+    rng = np.random.default_rng(0)
+    draws = rng.standard_normal((4, 3 * SMALL)).astype(np.float32)
+
+    def program(comm: gccomm.Communicator) -> Any:
+        x, large = draws[comm.rank, :5000], draws[comm.rank, SMALL:]
+        alone = gccomm.Reducer(op="sum", comm=comm)
+        found = [alone({"x": x})["x"] for _ in range(3)]
+        messages, state = alone.stats.messages, alone.state_dict()["states"]
+        among = gccomm.Reducer(op="sum", comm=comm)
+        for expected in found:
+            together = among({"a": large, "x": x, "z": large})
+            np.testing.assert_array_equal(together["x"], expected)
+        assert set(among.state_dict()["states"]) == {"a", "z"}
+        function = comm.compressed_allreduce({"x": x})  # which has no steps before it to learn from
+        return messages, state, found[0], function
+
+    for messages, state, result, function in testing.run(program, ranks=4):
+        exact = draws[:, :5000].sum(0, dtype=np.float64)
+        errors = [((y - exact) ** 2).sum() for y in (result, function["x"])]
+        assert (messages, state) == (2, {})
+        assert errors[0] < errors[1] / 4
 
 
 def test_too_many_ranks_are_refused() -> None:

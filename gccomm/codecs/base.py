@@ -119,6 +119,13 @@ class Codec(ABC):
         del ctx
         return False
 
+    def for_array(self, coordinates: int, ranks: int) -> Codec:
+        """Return the codec that carries an array of so many coordinates of ``ranks`` ranks in a Reducer:
+        itself, or one of other options that suits the array better.
+        """
+        del coordinates, ranks
+        return self
+
     def looks(self, ctx: Context) -> bool:
         """Return whether its steps, where they flow, end with a :class:`gccomm.steps.Look`."""
         del ctx

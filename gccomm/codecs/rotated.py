@@ -19,14 +19,17 @@ from gccomm.codecs.late_checks import late_steps
 from gccomm.codecs.prediction import check_prediction, next_scales, predicted_steps
 from gccomm.codecs.shared import SharedDither
 from gccomm.codecs.widening import Widening
-from gccomm.lanes import safe_limit
-from gccomm.layout import MIN_PART
+from gccomm.lanes import WIDTHS, safe_limit
+from gccomm.layout import BLOCK, MIN_PART
 from gccomm.steps import Agree, Context, Fold, Steps, Sum, Words
 
 if TYPE_CHECKING:
     from gccomm.operand import Operand
 
 __all__ = ["Rotated"]
+
+UNCHECKED = 3  # ranks up to which headroom "auto" is safe: the step for the expected sum is no smaller
+SMALL = 16 * BLOCK  # coordinates from which bytes count for more than rounds
 
 
 class Rotated(SharedDither):
@@ -50,7 +53,9 @@ class Rotated(SharedDither):
         check words per 64 blocks that tell when it did not, and those blocks sent again in wider lanes.
         "clipped": m is the root mean square times the threshold of the least error; tails are clamped, and a
         gain makes up for most of that. Half the error or less at 4 bits, but slightly biased: error feedback
-        is on by default. "auto": checked from 4 ranks on in a Reducer, else safe.
+        is on by default. "auto": checked from 4 ranks on in a Reducer, else safe. There, arrays of fewer than
+        16384 coordinates are sent with safe headroom in lanes wide enough to be as exact, at least w +
+        log2(n) / 2 bits: they take one round in place of three.
     rotations : int
         1, or 2 for input made to defeat one.
     scales : str
@@ -109,9 +114,26 @@ class Rotated(SharedDither):
         """Return the lengths rounded up to multiples of 64, the smallest part that is rotated."""
         return -(-lengths // MIN_PART) * MIN_PART
 
+    def for_array(self, coordinates: int, ranks: int) -> Rotated:
+        """Return itself; of headroom "auto", where it would be checked and the array is small, one of safe
+        headroom that is as exact, where there are lanes as wide.
+        """
+        if not self._checks(ranks) or self.headroom != "auto" or coordinates >= SMALL:
+            return self
+        # A safe step is sqrt(n) times as large as one for the sum that is expected of independent ranks.
+        more = (width - self.wire_bits for width in WIDTHS[:-1] if width > self.wire_bits)
+        enough = next((bits for bits in more if 4**bits >= ranks), None)
+        return self if enough is None else Rotated(self.wire_bits + enough, "safe", self.rotations)
+
+    def _checks(self, ranks: int) -> bool:
+        """Return whether a Reducer's lanes are checked."""
+        if self.scales == "predicted":
+            return False
+        return self.headroom == "checked" or (self.headroom == "auto" and ranks > UNCHECKED)
+
     def repeats(self, ctx: Context) -> bool:
         """Return whether scales are agreed and lanes cannot overflow."""
-        if ctx.stateful and (self.scales == "predicted" or (self.headroom == "auto" and ctx.size > 3)):
+        if ctx.stateful and (self.scales == "predicted" or self._checks(ctx.size)):
             return False
         return self.headroom in ("auto", "safe")
 
@@ -121,9 +143,7 @@ class Rotated(SharedDither):
 
     def looks(self, ctx: Context) -> bool:
         """Return whether lanes are checked."""
-        if self.scales == "predicted":
-            return False
-        return self.headroom == "checked" or (self.headroom == "auto" and ctx.stateful and ctx.size > 3)
+        return self._checks(ctx.size) and (ctx.stateful or self.headroom == "checked")
 
     def steps(self, x: Operand, state: Sequence[State | None], ctx: Context) -> Steps:
         """Agree on the maxima of rotated blocks, then sum lanes."""
