@@ -6,6 +6,7 @@ A new codec adds rows here; the suite in ``test_conformance*.py`` then runs over
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,9 +108,9 @@ class Row:
     def make(self) -> Codec:
         return get_codec(self.codec)
 
-    def carrier(self) -> Codec:
-        """Return the codec whose steps run."""
-        return TwoWords() if self.exact_below else self.make()
+    def carrier(self, n: int = 1) -> Codec:
+        """Return the codec whose steps run on n ranks."""
+        return TwoWords() if self.exact_below else self.make().for_array(math.prod(self.shape), n)
 
     def simulate(self, trees: Any, op: str = "sum", feedback: bool | None = False, **options: Any) -> Any:
         """Reduce in lockstep and return the results; ranks must agree to the bit."""

@@ -196,7 +196,7 @@ def test_a_step_that_is_not_finite_poisons_no_residual(row: Row, value: float) -
         assert np.isfinite(results[3][KEY]).all()
 
 
-@over([row for row in ROWS if row.make().stateful])
+@over([row for row in ROWS if row.carrier(4).stateful])
 def test_a_step_that_is_not_finite_changes_no_state(row: Row) -> None:
     """Without residuals: the next steps are as good as ever, and the state stays finite."""
     steps = inputs(row, 4, 6)
@@ -239,7 +239,7 @@ def test_a_resumed_run_goes_on_to_the_bit(row: Row) -> None:
 
 def adapts(row: Row) -> bool:
     """Whether something is adapted on 4 ranks."""
-    return row.make().stateful and not row.exact_below
+    return row.carrier(4).stateful
 
 
 @over(FEEDBACK_ROWS)

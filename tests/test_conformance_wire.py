@@ -46,7 +46,7 @@ def test_sums_of_encodings_decode_as_sums(row: Row, n: int) -> None:
     """Steps driven by hand, words added lane by lane in another order, give the bits of the engine."""
     inputs = [[{KEY: x} for x in row.draw(n, seed)] for seed in range(3)]
     for op in ("sum", "mean"):
-        ranks = Ranks(row.carrier(), n, mean=op == "mean", seed=11)
+        ranks = Ranks(row.carrier(n), n, mean=op == "mean", seed=11)
         options: dict[str, Any] = {"seed": 11, "steps": 3, "exact_below": row.exact_below}
         engine = testing.simulate_steps(
             lambda step: inputs[step], row.make(), op, error_feedback=False, **options
