@@ -21,12 +21,13 @@ from gccomm.agreement import (
     write_header,
 )
 from gccomm.engine import Outcome, tag_of
+from gccomm.groups import STORAGE
 from gccomm.noise import step_key
 from gccomm.pieces import Piece, Wire, scratch
 from gccomm.plan import Plan
 from gccomm.running import Running
 from gccomm.steps import Agree, Buffer, Context, FloatSum, LaneSum, Sum, Words
-from gccomm.transfers import LaneAdd, Maximum, Transfer, WordAdd
+from gccomm.transfers import FloatAdd, LaneAdd, Maximum, Transfer, WordAdd
 
 if TYPE_CHECKING:
     from gccomm.options import Place
@@ -37,6 +38,7 @@ __all__ = ["Repeat", "Repeats"]
 KEPT = 8  # of the layouts of a reduction
 
 LONGEST_BYTES = 1 << 20  # of an array: in longer calls what is saved here does not count
+COPIED_BYTES = 16 << 10  # up to which copying floats takes less time than handing arrays on
 _STEP = 8  # place of the step in the header
 _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 _KEYS = ("key0", "sign0", "key1", "sign1")
@@ -70,6 +72,7 @@ class Repeat:
         self._agree, self._end = scratch(max(MESSAGE_WORDS, HEADER_WORDS + x.blocks)), HEADER_WORDS
         self._words = scratch(x.message_room + 1)
         self._lanes: LaneSum | None = None  # which serves all calls
+        self._floats: FloatSum | None = None  # the same
         self._running: Running | None = None
 
     def begin(self, array: Buffer, step: int) -> Buffer:
@@ -86,9 +89,10 @@ class Repeat:
         low = step & 0xFFFFFFFF
         header[_STEP], header[_STEP + 1] = low, ~low & 0xFFFFFFFF
         self._agree[:HEADER_WORDS] = header
-        if self._lanes is None:
+        if self._lanes is None and self._floats is None:
             x.keys[0] = t0, t1
-            x.direct = self.spec.dtype, array.reshape(-1), result
+            if self._nbytes > COPIED_BYTES:
+                x.direct = self.spec.dtype, array.reshape(-1), result
             self._start()
         return result.reshape(self.spec.shape)
 
@@ -118,11 +122,12 @@ class Repeat:
                 return outcome
             if agree[MISSING_WORD]:
                 yield from wire.move(Maximum(np.ones(1, np.uint32)), 4)
-        if self._running is None:
-            assert self._lanes is not None
+        if self._running is not None:
+            yield from self._advance(self._running, wire, agree[HEADER_WORDS : self._end])
+        elif self._lanes is not None:
             yield from _sum_lanes(self._lanes, wire)
         else:
-            yield from self._advance(self._running, wire, agree[HEADER_WORDS : self._end])
+            yield from self._sum_floats(wire)
         wire.stats.float32_bytes = 4 * x.coordinates
         wire.stats.codecs[x.codec.id] = x.coordinates
         return outcome
@@ -143,9 +148,24 @@ class Repeat:
         piece = Piece(wire, (running,), self._words, len(self._words), self._room)
         if isinstance(step, FloatSum):
             yield from piece.sum_floats(running)
+            if step.direct is None and running.step is None:
+                self._floats = step  # of no call's arrays: the operand knows those
         if running.step is not None:
             yield from piece.advance()
         self._words = piece.words
+
+    def _sum_floats(self, wire: Wire) -> Generator[Transfer, Any, None]:
+        """Send one message of floats, as the first calls did."""
+        step = self._floats
+        assert step is not None
+        nbytes = step.count * STORAGE[step.dtype].itemsize
+        sums = self._words.view(np.uint8)[:nbytes].view(STORAGE[step.dtype])
+        placed = self._room(nbytes)
+        sent = sums if placed is None else placed.view(sums.dtype)
+        step.encode(0, step.blocks, sent)
+        yield from wire.move(FloatAdd(sent, sums, step.dtype), nbytes)
+        step.decode(0, step.blocks, sums)
+        wire.decoded()
 
     def _sum(self, step: Sum, wire: Wire) -> Generator[Transfer, Any, None]:
         """Send one message of words."""
