@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gccomm.agreement import digest
 from gccomm.errors import NegotiationError
 from gccomm.layout import FLOATS, PIECE_COORDINATES, Geometry, LeafSpec, Range, cut
-from gccomm.noise import private_keys, step_key, tensor_key
+from gccomm.noise import private_keys, step_keys, tensor_key
 from gccomm.operand import Operand, segment_table
 
 __all__ = ["Plan"]
@@ -77,6 +77,7 @@ class Plan:
             codec.require_feedback(hosts or size)
         self.layout = digest("\n".join(self.lines()))
         self.keys = [tensor_key(s.key, seed) for s in specs]
+        self._keys = np.array(self.keys, dtype=np.uint32).reshape(-1, 2)
         self._step = -1
         self.uses = 0
         private = np.array([s.route.private for s in specs], dtype=bool)
@@ -151,8 +152,7 @@ class Plan:
         if residuals is not None:
             columns["res_in"][:], columns["res_out"][:] = (r[leaf_of] for r in residuals)
         if step != self._step:
-            keys = [step_key(a, b, step) for a, b in self.keys]
-            both = np.array(keys, dtype=np.uint32).reshape(-1, 2)[leaf_of]
+            both = step_keys(self._keys, step)[leaf_of]
             self._share(both)
             own = both
             if self._private is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from gccomm import noise
@@ -60,6 +61,16 @@ def test_seed_counts_mod_2_to_the_64() -> None:
 )
 def test_step_key_is_stable(step: int, words: tuple[int, int]) -> None:
     assert noise.step_key(0x2E7AB80E, 0xB2069A1A, step) == words
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 161])
+@pytest.mark.parametrize("step", [0, 1, 77, 2**31, 2**32 - 1, 2**32 + 5, 2**63, -1])
+def test_many_keys_at_once_are_those_one_by_one(count: int, step: int) -> None:
+    keys = np.random.default_rng(count).integers(0, 2**32, (count, 2), np.uint32)
+    expected = [noise.step_key(a, b, step) for a, b in keys.tolist()]
+    found = noise.step_keys(keys, step)
+    assert found.dtype == np.uint32
+    np.testing.assert_array_equal(found, np.array(expected, np.uint32).reshape(-1, 2))
 
 
 def test_keys_of_many_tensors_and_steps_are_distinct() -> None:
