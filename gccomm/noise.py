@@ -132,7 +132,7 @@ def private_keys(keys: npt.NDArray[np.uint32], rank: int) -> npt.NDArray[np.uint
 def _fmix_words(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """Return :func:`fmix` of every word."""
     with np.errstate(over="ignore"):
-        mixed = words ^ (words >> np.uint32(16))
+        mixed: npt.NDArray[np.uint32] = words ^ (words >> np.uint32(16))
         mixed = mixed * np.uint32(_MULTIPLIER_1)
         mixed = mixed ^ (mixed >> np.uint32(15))
         mixed = mixed * np.uint32(_MULTIPLIER_2)
