@@ -103,9 +103,7 @@ def init(backend: str = "auto", *, comm: Any = None, hierarchical: bool | None =
         msg = f"`hierarchical` must be True, False or None, got {hierarchical!r}"
         raise TypeError(msg)
     how = {} if hierarchical is None else {"hierarchical": hierarchical}
-    name = backend
-    if backend == "auto":
-        name = "mpi" if comm is not None else backends.detect()
+    name = backend if backend != "auto" else "mpi" if comm is not None else backends.detect()
     with _lock:
         if comm is not None:
             return Communicator(backends.load(name)(comm, **how), joins=backend == "auto")
@@ -116,13 +114,18 @@ def init(backend: str = "auto", *, comm: Any = None, hierarchical: bool | None =
             _default_how = hierarchical
             made._on_close = lambda: _forget(made)
             _default = made
-        if hierarchical is not None and hierarchical is not _default_how:
-            msg = (
-                f"gccomm.init() was called with hierarchical={_default_how} before, now {hierarchical}: "
-                "close that communicator first"
-            )
-            raise ValueError(msg)
+        _require_same(hierarchical)
         return _default
+
+
+def _require_same(hierarchical: bool | None) -> None:
+    """Raise ValueError where the communicator that is open was asked to do otherwise."""
+    if hierarchical is not None and hierarchical is not _default_how:
+        msg = (
+            f"gccomm.init() was called with hierarchical={_default_how} before, now {hierarchical}: "
+            "close that communicator first"
+        )
+        raise ValueError(msg)
 
 
 def _forget(comm: Communicator) -> None:

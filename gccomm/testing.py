@@ -112,10 +112,7 @@ def simulate_steps(
         integer dtype cannot hold).
     """
     exact_below = check_options(op, exact_below, nonfinite)
-    integer("bucket_bytes", bucket_bytes, "a number of bytes", 1)
-    integer("piece_coordinates", piece_coordinates, "a number of coordinates", 1)
-    integer("seed", seed, "an integer")
-    integer("steps", steps, "a number of steps", 1)
+    _check_numbers(seed, steps, bucket_bytes, piece_coordinates)
     chosen = get_codec(codec)
     feedback = chosen.biased if error_feedback is None else error_feedback
     sizes = {"bucket_bytes": bucket_bytes, "piece_coordinates": piece_coordinates}
@@ -126,6 +123,13 @@ def simulate_steps(
         raise ValueError(msg)
     reductions = [Reduction(options, remember=True) for _ in first]
     return _steps(reductions, xs, first, steps, _places(len(first), one_host, hosts))
+
+
+def _check_numbers(seed: int, steps: int, bucket_bytes: int, piece_coordinates: int) -> None:
+    integer("bucket_bytes", bucket_bytes, "a number of bytes", 1)
+    integer("piece_coordinates", piece_coordinates, "a number of coordinates", 1)
+    integer("seed", seed, "an integer")
+    integer("steps", steps, "a number of steps", 1)
 
 
 def _places(size: int, one_host: bool, hosts: Sequence[int] | None) -> list[Place]:

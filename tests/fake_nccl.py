@@ -260,8 +260,8 @@ class FakeNccl:
         return made
 
 
-def _cupy_nccl(nccl: FakeNccl, *, signed: bool = False) -> Any:
-    """Return the stand-in for cupy.cuda.nccl."""
+def _cupy_communicator(nccl: FakeNccl, signed: bool) -> Any:
+    """Return the stand-in for cupy.cuda.nccl.NcclCommunicator."""
 
     class NcclCommunicator:
         def __init__(self, size: int, unique_id: Any, rank: int, made: Comm | None = None) -> None:
@@ -311,16 +311,22 @@ def _cupy_nccl(nccl: FakeNccl, *, signed: bool = False) -> Any:
         def destroy(self) -> None:
             self.comm.destroy()
 
+    NcclCommunicator.__module__ = "cupy_backends.cuda.libs.nccl"
+    return NcclCommunicator
+
+
+def _cupy_nccl(nccl: FakeNccl, *, signed: bool = False) -> Any:
+    """Return the stand-in for cupy.cuda.nccl."""
+
     def get_unique_id() -> Any:
         found = nccl.unique_id()
         return tuple(v - 256 if v > 127 else v for v in found) if signed else found
 
-    NcclCommunicator.__module__ = "cupy_backends.cuda.libs.nccl"
     return SimpleNamespace(
         available=True,
         get_version=lambda: 23203,
         get_unique_id=get_unique_id,
-        NcclCommunicator=NcclCommunicator,
+        NcclCommunicator=_cupy_communicator(nccl, signed),
         groupStart=nccl.group_start,
         groupEnd=nccl.group_end,
     )
@@ -338,8 +344,8 @@ class UniqueId:
         return UniqueId(raw)
 
 
-def _core(nccl: FakeNccl) -> Any:
-    """Return the stand-in for nccl.core."""
+def _core_communicator(nccl: FakeNccl) -> Any:
+    """Return the stand-in for nccl.core.Communicator."""
     numbers = {np.dtype(dtype): number for number, dtype in DTYPES.items()}
 
     class Communicator:
@@ -394,6 +400,13 @@ def _core(nccl: FakeNccl) -> Any:
         def destroy(self) -> None:
             self.comm.destroy()
 
+    Communicator.__module__ = "nccl.core.communicator"
+    return Communicator
+
+
+def _core(nccl: FakeNccl) -> Any:
+    """Return the stand-in for nccl.core."""
+
     @contextmanager
     def group() -> Any:
         nccl.group_start()
@@ -402,13 +415,12 @@ def _core(nccl: FakeNccl) -> Any:
         finally:
             nccl.group_end()
 
-    Communicator.__module__ = "nccl.core.communicator"
     versions = SimpleNamespace(libnccl=SimpleNamespace(version="2.32.3"))
     return SimpleNamespace(
         SUM=SUM,
         MAX=MAX,
         UniqueId=UniqueId,
-        Communicator=Communicator,
+        Communicator=_core_communicator(nccl),
         group=group,
         get_unique_id=lambda: UniqueId(nccl.unique_id()),
         get_version=lambda: versions,
