@@ -337,6 +337,25 @@ def test_an_error_in_the_background_ends_the_wait(site: Site) -> None:
     assert "rank 0" in raised(on_ranks(2, work, closes=False))[0]
 
 
+def test_what_an_abort_lets_come_is_no_result(one: Site) -> None:
+    """The watchdog fails between the wait's look at the channel and its look at the event."""
+
+    def work(backend: NcclBackend) -> None:
+        channel = backend.channel
+        done = channel.done
+
+        def late(event: Any) -> bool:
+            channel.fail(BackendError("a cable was cut"))
+            return done(event)
+
+        if backend.rank == 0:
+            channel.done = late  # type: ignore[method-assign]
+            with pytest.raises(BackendError, match="a cable was cut"):
+                backend.sum_words(np.ones(3, np.uint32))
+
+    raised(on_ranks(2, work, closes=False))
+
+
 def test_what_nccl_refuses_breaks_the_communicator(site: Site) -> None:
     def work(backend: NcclBackend) -> None:
         site.nccl.refuse = "unhandled system error"

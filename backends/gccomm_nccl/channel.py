@@ -167,6 +167,7 @@ class Channel:
         try:
             with self._within():
                 self._wait(event, name, UNTIMED if overseen else self.patience)
+            self.require_whole(name)  # an abort lets events come, too
         except BaseException as error:
             self.fail(error)
             self._error = None  # raised here
