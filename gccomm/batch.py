@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from gccomm import kernels
 from gccomm.kernels.table import DTYPE_CODES, SEGMENT
-from gccomm.layout import BLOCK, Geometry, LeafSpec, Range
+from gccomm.layout import BLOCK, SPAN, Geometry, LeafSpec, Range
 from gccomm.steps import Buffer, Context, Words
 
 if TYPE_CHECKING:
@@ -169,6 +170,21 @@ class Batch:
     def size(self, lo: int, hi: int) -> int:
         """Return the words of blocks ``lo`` to ``hi``."""
         return int(self.offsets[hi] - self.offsets[lo])
+
+    @cached_property
+    def span_starts(self) -> npt.NDArray[np.int64]:
+        """The first block of every span: 64 blocks of one tensor, counted from its beginning."""
+        starts: list[Any] = []
+        for i, segment in enumerate(self.segments):
+            first = int(self.bounds[i])
+            inner = np.arange(segment.start // SPAN * SPAN + SPAN, segment.start + segment.blocks, SPAN)
+            starts += [[first], inner - segment.start + first]
+        return np.concatenate(starts).astype(np.int64)
+
+    @cached_property
+    def span_counts(self) -> list[int]:
+        """How many spans each segment reaches into."""
+        return [-(-(s.start + s.blocks) // SPAN) - s.start // SPAN for s in self.segments]
 
     def report(self, clamps: int = 0) -> None:
         """Count clamped coordinates of all ranks."""

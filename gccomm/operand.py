@@ -103,8 +103,9 @@ class Operand(Batch):
         if self.float64 or self.feedback or not self.on_host:
             self.maxima(out, energy, rotations)
             return self
-        lengths = self.codec.carried(self.lengths)
-        kept = kernels.pool_empty(4 * int(lengths.sum())).view(np.float32)
+        if self.rotated is None:
+            self.rotated = self._twin(self.codec.carried(self.lengths))
+        kept = kernels.pool_empty(4 * int(self.rotated[2][-1]))
         where = kernels.address(out), _address(energy), rotations, kernels.address(kept)
         if not self.kernels.maxima(self.source, self.count, 0, self.blocks, *where):
             return self

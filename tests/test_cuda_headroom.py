@@ -1,4 +1,4 @@
-"""The kernels of checked headroom, run on the CPU, against what NumPy does for arrays of the host."""
+"""The kernels of checked headroom for devices, run on the CPU, against the reference."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from gccomm import get_codec, kernels, testing
-from gccomm.codecs import headroom as host
+from gccomm.codecs.headroom import Sizes
 from gccomm.codecs.rotated import Rotated
 from gccomm.errors import BackendError
+from gccomm.kernels import reference
 from gccomm.kernels.cuda import headroom
 from gccomm.layout import LeafSpec, Range
 from gccomm.operand import Operand, segment_table
@@ -73,8 +74,7 @@ def test_energies_as_they_are_shared(n: int, dtype: str, memory: Memory) -> None
     energy[own == 0] = 0
     scales = scales_of(x, rng, low=own)
     scales[::5] = own[::5]
-    expected = np.empty(x.blocks, np.uint32)
-    host._share(x, np.stack([own, energy]), scales, n, expected)
+    expected = reference.share_energies(own, energy, scales, x.float64, n)
     *given, out = (memory.put(a) for a in (own, energy, scales, np.full(x.blocks, 77, np.uint32)))
     headroom.share(memory.launcher, x.table, *given, n, out)
     np.testing.assert_array_equal(memory.get(out), expected)
@@ -90,9 +90,11 @@ def test_steps(n: int, width: int, dtype: str, memory: Memory) -> None:
     energies = np.exp2(rng.uniform(0, 31, x.blocks)).astype(np.uint32)
     energies[::9] = 0
     ratios = np.exp(rng.uniform(-3, np.log(n), x.count))
-    expected = host._steps(x, scales, energies, ratios, n, width)
-    sizes = host.Sizes.of(n, width)
-    used = memory.put(energies) if n > 3 and sizes.bracket > 0 else 0
+    sizes, carried = Sizes.of(n, width), x.codec.carried(x.lengths)
+    shared, by_block = n > 3 and sizes.bracket > 0, np.repeat(ratios, np.diff(x.bounds))
+    given = scales, energies if shared else None, by_block, carried, x.float64
+    expected = reference.choose_steps(*given, *sizes)
+    used = memory.put(energies) if shared else 0
     out = memory.put(np.empty(x.blocks, np.float32))
     headroom.steps(memory.launcher, x.table, memory.put(scales), used, ratios, sizes, out)
     found = memory.get(out)
@@ -102,9 +104,9 @@ def test_steps(n: int, width: int, dtype: str, memory: Memory) -> None:
 
 def test_check_words_by_span(memory: Memory) -> None:
     x, rng = operand("float32"), np.random.default_rng(0)
-    starts, check = host.span_starts(x), rng.integers(0, 1 << 32, (x.blocks, 2), np.uint32)
+    starts, check = x.span_starts, rng.integers(0, 1 << 32, (x.blocks, 2), np.uint32)
     assert len(starts) == len(SIZES) + 2  # one segment reaches into three spans
-    expected = np.add.reduceat(check, starts, axis=0, dtype=np.uint32)
+    expected = reference.sum_spans(check, starts)
     given = memory.put(check.reshape(-1)), starts, x.blocks
     out, wrong = (memory.put(np.full(k * len(starts), 7, np.uint32)) for k in (2, 1))
     headroom.span_checks(memory.launcher, *given, 0, out)

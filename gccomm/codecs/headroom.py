@@ -19,15 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from gccomm import kernels
+from gccomm.batch import Sample
 from gccomm.kernels.reference.hashing import block_keys, coordinate_hash
 from gccomm.lanes import FIXED_POINT, safe_limit
-from gccomm.layout import BLOCK, SPAN
+from gccomm.layout import BLOCK
 from gccomm.steps import Agree, Context, Energies, Redo, Steps, Sum, Words
 
 if TYPE_CHECKING:
@@ -41,7 +43,6 @@ __all__ = [
     "Sizes",
     "checked_steps",
     "next_ratio",
-    "span_starts",
 ]
 
 DEVIATIONS = 5.4  # k
@@ -49,8 +50,6 @@ MARGIN, SMALLEST = 1.03, 0.05  # of c
 CLAMP = 32767 * FIXED_POINT  # largest integer, in fixed point
 _LARGEST = 32767  # of a 16-bit lane's sum
 _LIMBS = 4  # 16-bit parts of a 64-bit check sum
-
-Floats = npt.NDArray[np.float64]
 
 
 class Learnt(NamedTuple):
@@ -131,15 +130,21 @@ def next_ratio(old: float | None, learnt: Sequence[Learnt]) -> float:
         return float(n)
     if redone == spans:
         return min(float(n), 2 * (n if old is None else old))
-    top = max(x.exponent for x in learnt)
-    scaled = [(x.energy, x.noise, x.parts, 2 * (x.exponent - top)) for x in learnt]
-    energy, noise, parts = (math.fsum(math.ldexp(x[k], x[3]) for x in scaled) for k in range(3))
+    energy, noise, parts = learnt[0][:3] if len(learnt) == 1 else _total(learnt)
     if parts <= 0 or not all(x.valid for x in learnt):
         return n if old is None else old
     ratio = max(SMALLEST, MARGIN * ((energy - min(noise, energy / 4)) / parts))
     if redone > 1 and 8 * redone >= spans:
         ratio = 2 * max(ratio, n if old is None else old)
     return min(float(n), ratio)
+
+
+def _total(learnt: Sequence[Learnt]) -> tuple[float, float, float]:
+    """Return energy, noise and parts of all segments, correctly rounded."""
+    top = max(x.exponent for x in learnt)
+    scaled = [(*x[:3], 2 * (x.exponent - top)) for x in learnt]
+    energy, noise, parts = (math.fsum(math.ldexp(x[k], x[3]) for x in scaled) for k in range(3))
+    return energy, noise, parts
 
 
 def checked_steps(x: Operand, ratios: Sequence[float], ctx: Context, width: int, rotations: int) -> Steps:
@@ -156,60 +161,55 @@ def checked_steps(x: Operand, ratios: Sequence[float], ctx: Context, width: int,
     width, rotations : int
         Lane width and rotations of the blocks.
     """
-    own = np.empty((2, x.blocks), dtype=np.uint32)  # maxima and energies
+    own, energy, energies = np.empty(x.blocks, np.uint32), np.empty(x.blocks, np.uint32), None
     source = Rotating(x, ctx, rotations)
 
     def measure(out: Words) -> None:
-        source.maxima(own[0], own[1])
-        out[:] = own[0]
+        source.maxima(own, energy)
+        out[:] = own
 
-    scales = yield Agree(x.blocks, measure)
-    assert scales is not None
-    energies = np.zeros(x.blocks, dtype=np.uint32)
+    agreed = yield Agree(x.blocks, measure)
+    scales = np.asarray(agreed)  # of the host, wherever words are
     if ctx.size > 3:  # below, the safe step is the smaller one
-        shared = yield Energies(x.blocks, lambda out: _share(x, own, scales, ctx.size, out))
-        assert shared is not None
-        energies = shared.copy()
+        share = partial(_share, x, own, energy, scales, ctx.size)
+        energies = np.asarray((yield Energies(x.blocks, share)))
     run = Checked(source, scales, _steps(x, scales, energies, ratios, ctx.size, width), ctx, width)
     yield Sum(x.blocks, run.size, run.encode, run.decode)
     if run.failed:
         run.scales = scales.copy()  # its memory serves the next piece
+        energies = None if energies is None else energies.copy()
         x.sketch = None  # its sums may have been corrupted, too
         yield Redo(tuple(run.failed), run.wide_size, run.wide_encode, run.wide_decode, run.wide_lanes)
-    return run.learn(energies)
+    return run.learn(energies) if ctx.stateful else None
 
 
-def _share(x: Operand, own: Words, scales: Words, n: int, out: Words) -> None:
-    """Write this rank's energies relative to the agreed maxima: ceil(2 sum z^2 / n), at least 1 if not 0."""
-    finite = (own[0] != 0) & ~x.nonfinite_scales(scales)
-    agreed = np.where(finite, x.scale_values(np.where(finite, scales, 1)), 1)
-    part = np.where(finite, x.scale_values(np.where(finite, own[0], 0)), 0) / agreed
-    words = np.ceil(own[1] * (part * part) * (2 / n))
-    out[:] = np.where(finite, np.clip(words, 1, 2**31 // n), 0)
+def _share(x: Operand, own: Words, energy: Words, scales: Words, n: int, out: Words) -> None:
+    """Write this rank's energies relative to the agreed maxima."""
+    address, shared = kernels.address, np.empty(x.blocks, dtype=np.uint32)
+    kernels.share_energies(
+        address(own), address(energy), address(scales), x.blocks, x.float64, n, address(shared)
+    )
+    out[:] = shared
 
 
 def _steps(
-    x: Operand, scales: Words, energies: Words, ratios: Sequence[float], n: int, width: int
+    x: Operand, scales: Words, energies: Words | None, ratios: Sequence[float], n: int, width: int
 ) -> npt.NDArray[np.float32]:
     """Return each block's step over its maximum."""
-    unit, deviations, bracket, safe, least = Sizes.of(n, width)
-    steps = np.full(x.blocks, safe)
-    if n > 3 and bracket > 0:
-        mean = energies * unit / x.codec.carried(x.lengths)  # squares of the ranks, over the maximum's square
-        learnt = np.repeat(np.asarray(ratios, dtype=np.float64), np.diff(x.bounds))
-        steps = np.minimum(safe, deviations * np.sqrt(learnt * mean / bracket))
-    steps = np.where(x.nonfinite_scales(scales), safe, steps)
-    # A step that is no float32 is rounded up, so that the clamp at 32767 levels does not bind.
-    steps = np.maximum(steps, least)
-    near = steps.astype(np.float32)
-    near = np.where(near < steps, np.nextafter(near, np.float32(np.inf)), near)
-    return np.where(scales == 0, np.float32(0), near)
+    address, sizes, steps = kernels.address, Sizes.of(n, width), np.empty(x.blocks, dtype=np.float32)
+    used = 0 if energies is None or sizes.bracket <= 0 else address(energies)
+    learnt = np.array(ratios, dtype=np.float64)
+    kernels.choose_steps(
+        x.address, x.count, x.blocks, address(scales), used, address(learnt), *sizes, address(steps)
+    )
+    return steps
 
 
 class Checked:
     """Encodes and decodes one operand, and its failed spans again.
 
-    ``scales`` and ``ratios`` are arrays, shape (blocks,): the agreed maxima, and the steps over these.
+    ``scales`` and ``ratios`` are arrays, shape (blocks,): the agreed maxima, and the steps over these;
+    ``energy`` one of uint32: that of the decoded sum, as :meth:`Operand.decode` measures it.
     """
 
     def __init__(
@@ -221,8 +221,9 @@ class Checked:
         width: int,
     ) -> None:
         self.source, self.x, self.scales, self.ratios = source, source.x, scales, ratios
-        self.ctx, self.width, self.rotations = replace(ctx, measure=True), width, source.rotations
-        self.starts = span_starts(self.x)
+        self.ctx, self.width, self.rotations = ctx, width, source.rotations
+        self.starts = self.x.span_starts
+        self.energy: Words = np.empty(0, dtype=np.uint32)
         self.failed: list[tuple[int, int]] = []
 
     def size(self, lo: int, hi: int) -> int:
@@ -231,30 +232,40 @@ class Checked:
 
     def encode(self, lo: int, hi: int, out: Words) -> None:
         """Write lanes, then two check words a span."""
-        check = np.empty((hi - lo, 2), dtype=np.uint32)
-        how = {"clamp": CLAMP, "ratios": self.ratios, "check": check}
-        self.source.encode(lo, hi, out, self.scales, self.width, 1, self.ctx, **how)
-        out[self.x.size(lo, hi) :] = self._by_span(check)
+        check = np.empty(2 * (hi - lo), dtype=np.uint32)
+        self.source.encode(
+            lo, hi, out, self.scales, self.width, 1, self.ctx, clamp=CLAMP, ratios=self.ratios, check=check
+        )
+        sums = np.empty(2 * len(self.starts), dtype=np.uint32)
+        self._by_span(check, sums)
+        out[self.x.size(lo, hi) :] = sums
 
     def decode(self, lo: int, hi: int, words: Words) -> None:
         """Write the results; remember the spans whose check words are wrong."""
-        x, check = self.x, np.empty((hi - lo, 2), dtype=np.uint32)
+        x, check = self.x, np.empty(2 * (hi - lo), dtype=np.uint32)
+        energy = self.energy = np.empty(hi - lo, dtype=np.uint32)
         x.decode(
             lo, hi, words, self.scales, self.width, 1, self.ctx, subtract=True,
-            ratios=self.ratios, rotations=self.rotations, check=check,
+            ratios=self.ratios, rotations=self.rotations, check=check, energy=energy,
         )  # fmt: skip
-        wrong = self._by_span(check) != words[x.size(lo, hi) :]
-        self.note(wrong.reshape(-1, 2).any(axis=1))
+        if x.sketch is not None:
+            x.samples.append(Sample(lo, hi, energy, self.width, self.scales.copy(), self.ratios, BLOCK))
+        wrong = np.empty(len(self.starts), dtype=np.uint32)
+        if self._by_span(check, wrong, np.asarray(words[x.size(lo, hi) :])):
+            self.note(wrong)
 
-    def note(self, wrong: npt.NDArray[np.bool_]) -> None:
-        """Remember the spans that are wrong, of all of them."""
+    def note(self, wrong: npt.NDArray[Any]) -> None:
+        """Remember the spans that are wrong: not zero."""
         ends = [*self.starts[1:].tolist(), self.x.blocks]
         for i in np.flatnonzero(wrong):
             self.failed.append((int(self.starts[i]), ends[i]))
 
-    def _by_span(self, check: Words) -> Words:
-        sums: Words = np.add.reduceat(check, self.starts, axis=0, dtype=np.uint32)
-        return sums.reshape(-1)
+    def _by_span(self, check: Words, out: Words, expected: Words | None = None) -> int:
+        """Add up check words by span, or tell which sums are not those expected; returns how many."""
+        address, starts = kernels.address, self.starts
+        sums = 0 if expected is None else address(expected)
+        where = len(starts), self.x.blocks, address(out), sums
+        return kernels.sum_spans(address(check), address(starts), *where)
 
     # Spans again, each by itself
 
@@ -316,54 +327,33 @@ class Checked:
         total = int((used * words.view(np.int32).astype(np.int64).view(np.uint64)).sum(dtype=np.uint64))
         return np.array([total >> (16 * i) & 0xFFFF for i in range(_LIMBS)], dtype=np.uint32)
 
-    def learn(self, energies: Words) -> list[Learnt]:
+    def learn(self, energies: Words | None) -> list[Learnt]:
         """Return what each segment's sum says about its key's c."""
-        x, n = self.x, self.ctx.size
-        redone = np.zeros(x.blocks, dtype=bool)
+        x, n, address = self.x, self.ctx.size, kernels.address
+        redone = np.zeros(x.blocks if self.failed else 0, dtype=np.uint8)
         for lo, hi in self.failed:
-            redone[lo:hi] = True
-        energy = np.where(redone, 0, x.measured(x.samples)[0])
-        bad = x.nonfinite_scales(self.scales)
-        values = x.scale_values(np.where(bad, np.uint32(0), self.scales))
-        exponents = np.frexp(values)[1]
-        noise = np.where(energy > 0, n / 12 * x.codec.carried(x.lengths), 0)
-        parts = np.where(redone, 0, energies * (n / 2 * 2.0**-20))
-        owners = np.searchsorted(x.bounds, self.starts, "right") - 1
-        found = []
-        for i in range(x.count):
-            at = slice(int(x.bounds[i]), int(x.bounds[i + 1]))
-            top = int(exponents[at].max(initial=-1100))
-            squares = np.ldexp(values[at], -top) ** 2
-            steps = self.ratios[at].astype(np.float64) ** 2 * squares
-            spans, again = self.starts[owners == i], redone[self.starts[owners == i]]
-            found.append(
-                Learnt(
-                    energy=_in_order(energy[at] * steps),
-                    noise=_in_order(noise[at] * steps),
-                    parts=_in_order(parts[at] * squares),
-                    exponent=top,
-                    ranks=n,
-                    spans=len(spans),
-                    redone=int(again.sum()),
-                    valid=not bad[at].any(),
-                )
-            )
-        return found
+            redone[lo:hi] = 1
+        ranks, again = (0 if array is None else address(array) for array in (energies, redone))
+        found = np.empty(x.count, dtype=kernels.LEARNT)
+        # The kernel counts squares of 2^(width + 4 - 15) levels.
+        units = 4.0 ** (self.width - 11), n / 12, n / 2 * 2.0**-20
+        kernels.learn_energies(
+            x.address, x.count, x.blocks, address(self.scales), address(self.ratios), ranks,
+            address(self.energy), again if self.failed else 0, *units, address(found),
+        )  # fmt: skip
+        spans = x.span_counts
+        failed = self._failed_spans() if self.failed else [0] * x.count
+        return [
+            Learnt(energy, noise, parts, exponent, n, spans[i], failed[i], bool(valid))
+            for i, (energy, noise, parts, exponent, valid) in enumerate(found.tolist())
+        ]
 
-
-def _in_order(values: Floats) -> float:
-    """Return the sum, added one after the other: the same bits everywhere."""
-    return float(np.cumsum(values)[-1]) if values.size else 0.0
-
-
-def span_starts(x: Operand) -> npt.NDArray[np.int64]:
-    """Return the first block of every span: 64 blocks of one tensor, counted from its beginning."""
-    starts: list[Any] = []
-    for i, segment in enumerate(x.segments):
-        first = int(x.bounds[i])
-        inner = np.arange(segment.start // SPAN * SPAN + SPAN, segment.start + segment.blocks, SPAN)
-        starts += [[first], inner - segment.start + first]
-    return np.concatenate(starts).astype(np.int64)
+    def _failed_spans(self) -> list[int]:
+        """Return how many spans of each segment have failed."""
+        first = [lo for lo, _ in self.failed]
+        owners = np.searchsorted(self.x.bounds, first, "right") - 1
+        counts: list[int] = np.bincount(owners, minlength=self.x.count).tolist()
+        return counts
 
 
 def _join(limbs: Words) -> int:

@@ -14,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm import kernels
-from gccomm.batch import Sample
-from gccomm.codecs.headroom import CLAMP, Checked, Rotating, Sizes, span_starts
-from gccomm.layout import BLOCK
+from gccomm.codecs.headroom import CLAMP, Checked, Rotating, Sizes
 from gccomm.steps import Agree, Context, Energies, Look, Redo, Steps, Sum, Words
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ class _OnDevice:
         self._launcher = x.kernels.launcher
         self._queue = x.kernels.launcher.queue
         self._source = Rotating(x, ctx, rotations)
-        self._starts = span_starts(x)
+        self._starts = x.span_starts
         self._own, self._energy = self._words(x.blocks), self._words(x.blocks)
         self._steps = self._queue.empty(x.blocks, np.float32)
         self._energies: Any = None
@@ -136,7 +134,7 @@ class _OnDevice:
         x, wrong = self.x, self._wrong != 0
         if self.ctx.stateful:
             found = self._checked(self.host[:2], wrong)
-            x.samples.append(Sample(0, x.blocks, self.host[3], self.width, found.scales, found.ratios, BLOCK))
+            found.energy = self.host[3]
             return found
         arrays = np.empty((2, x.blocks), np.uint32)
         if wrong.any():

@@ -15,6 +15,7 @@ try:
     from gccomm.kernels._native import (
         address,
         await_flags,
+        choose_steps,
         chunk_energies,
         count_intervals,
         decode,
@@ -38,6 +39,7 @@ try:
         isa,
         isas,
         join_parts,
+        learn_energies,
         maxima,
         nonfinite,
         pool_empty,
@@ -48,6 +50,8 @@ try:
         reduce_op,
         saturating_add,
         set_isa,
+        share_energies,
+        sum_spans,
         threads,
         widen_lanes,
     )
@@ -57,7 +61,7 @@ except ImportError as error:
         "gccomm and not an installed package, run elsewhere, set PYTHONSAFEPATH=1, or `pip install -e .`"
     )
     raise ImportError(_message) from error
-from gccomm.kernels.table import DTYPE_CODES, DTYPES, EXCHANGE, JOININGS, LANES, SEGMENT
+from gccomm.kernels.table import DTYPE_CODES, DTYPES, EXCHANGE, JOININGS, LANES, LEARNT, SEGMENT
 
 __all__ = [
     "DTYPES",
@@ -65,9 +69,11 @@ __all__ = [
     "EXCHANGE",
     "JOININGS",
     "LANES",
+    "LEARNT",
     "SEGMENT",
     "address",
     "await_flags",
+    "choose_steps",
     "chunk_energies",
     "count_intervals",
     "decode",
@@ -91,6 +97,7 @@ __all__ = [
     "isa",
     "isas",
     "join_parts",
+    "learn_energies",
     "maxima",
     "nonfinite",
     "of_device",
@@ -102,6 +109,8 @@ __all__ = [
     "reduce_op",
     "saturating_add",
     "set_isa",
+    "share_energies",
+    "sum_spans",
     "threads",
     "widen_lanes",
 ]

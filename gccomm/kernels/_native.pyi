@@ -363,6 +363,82 @@ def digest(data: int, nbytes: int, seed: int) -> int:
         `nbytes` is negative.
     """
 
+def share_energies(own: int, energy: int, scales: int, blocks: int, wide: bool, ranks: int, out: int) -> None:
+    """Write this rank's energies relative to the agreed maxima, one word (uint32) a block.
+
+    `own` and `energy` are the addresses of what :func:`maxima` wrote, `scales` that of the agreed words;
+    `wide` says that they are those of float64.
+
+    Raises
+    ------
+    ValueError
+        There is a negative number of blocks, or no rank.
+    """
+
+def choose_steps(
+    table: int,
+    nseg: int,
+    blocks: int,
+    scales: int,
+    energies: int,
+    ratios: int,
+    unit: float,
+    deviations: float,
+    bracket: float,
+    safe: float,
+    least: float,
+    out: int,
+) -> None:
+    """Write each block's step over its maximum (float32).
+
+    `energies` is the address of the sums of all ranks' energies, 0: every step is `safe`; `ratios` that of
+    float64[nseg]; the numbers are those of :class:`gccomm.codecs.headroom.Sizes`.
+
+    Raises
+    ------
+    ValueError
+        There is a negative number of blocks or segments.
+    """
+
+def sum_spans(check: int, starts: int, spans: int, blocks: int, out: int, expected: int = 0) -> int:
+    """Add up check words, two a block, by span.
+
+    `starts` is the address of the first block of each span (int64). The sums go to `out`, two words a span;
+    with `expected`, the address of as many, ``out[span]`` becomes 1 where they differ from it, else 0.
+    Returns how many spans do.
+
+    Raises
+    ------
+    ValueError
+        There is a negative number of blocks or spans.
+    """
+
+def learn_energies(
+    table: int,
+    nseg: int,
+    blocks: int,
+    scales: int,
+    steps: int,
+    energies: int,
+    energy: int,
+    redone: int,
+    unit: float,
+    noise: float,
+    part: float,
+    out: int,
+) -> None:
+    """Write what the sum of each segment says, a record of :data:`gccomm.kernels.LEARNT`.
+
+    `steps` is the address of the steps over the maxima (float32), `energies` that of the ranks' energies (0:
+    none), in units of `part`, `energy` that of what :func:`decode` measured, in units of `unit`; `noise` is
+    that of a coordinate. `redone` is the address of one byte a block, or 0: 1 leaves a block out.
+
+    Raises
+    ------
+    ValueError
+        There is a negative number of blocks or segments.
+    """
+
 def exchange_array(
     exchange: int, send: int, recv: int, count: int, item: int, chunk: int, kind: int, stream: bool
 ) -> bool:

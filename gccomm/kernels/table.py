@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["DTYPES", "DTYPE_CODES", "EXCHANGE", "JOININGS", "LANES", "SEGMENT"]
+__all__ = ["DTYPES", "DTYPE_CODES", "EXCHANGE", "JOININGS", "LANES", "LEARNT", "SEGMENT"]
 
 DTYPES = (
     "float32",
@@ -104,6 +104,11 @@ encode_s, decode_s
 number
     Of the last message before: message k has number ``number`` + k + 1, mod 2^32, and slot number mod turns.
 """
+
+LEARNT = np.dtype(
+    [(name, "<f8") for name in ("energy", "noise", "parts")] + [("exponent", "<i4"), ("valid", "<i4")]
+)
+"""What the sum of one segment says about its energies: see :class:`gccomm.codecs.headroom.Learnt`."""
 
 LANES = np.dtype(
     [(name, "<u8") for name in ("table", "kept_table", "kept", "places", "words", "scales", "maxima")]

@@ -7,6 +7,7 @@
 #include "digest.h"
 #include "exact.h"
 #include "floats.h"
+#include "headroom.h"
 #include "integers.h"
 #include "operations.h"
 #include "parts.h"
@@ -43,6 +44,10 @@ const Kernels kernels = {
     highest_intervals,
     predict_scales,
     digest,
+    share_energies,
+    choose_steps,
+    sum_spans,
+    learn_energies,
 };
 
 }  // namespace gccomm::GCCOMM_LEVEL

@@ -9,6 +9,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "bind.h"
 #include "exchange.h"
 #include "pool.h"
 #include "workers.h"
@@ -17,23 +18,6 @@ namespace nb = nanobind;
 
 namespace gccomm {
 namespace {
-
-using Address = std::uintptr_t;
-using Index = std::int64_t;
-
-template <class T>
-T* pointer(Address address) {
-    return reinterpret_cast<T*>(address);
-}
-
-Batch batch(Address table, Index segments, Index lo, Index hi) {
-    if (segments < 0 || lo < 0) throw std::invalid_argument("negative block or segment number");
-    return {pointer<const Segment>(table), segments, lo, hi};
-}
-
-void require(bool good, const char* what) {
-    if (!good) throw std::invalid_argument(what);
-}
 
 void require_ranks(Index n) { require(n >= 1 && n < Index{1} << 31, "n outside 1 ... 2^31 - 1"); }
 
@@ -456,5 +440,6 @@ NB_MODULE(_native, m) {
     m.def("threads", &g::threads);
     m.def("raise_flag", &g::raise_flag, "flag"_a, "number"_a);
     m.def("await_flags", &g::await_flags, "flags"_a, "count"_a, "number"_a, "spins"_a, Released());
+    g::bind_headroom(m);
     g::choose_from_environment();
 }

@@ -150,6 +150,48 @@ struct CounterArgs {
     std::uint32_t *intervals, *predicted;
 };
 
+// Checked headroom: the energies of blocks as ranks share them.
+struct ShareArgs {
+    const std::uint32_t *own, *energy, *scales;  // this rank's maxima and energies; the agreed maxima
+    std::int64_t blocks;
+    bool wide;  // scale words are those of float64
+    std::int64_t ranks;
+    std::uint32_t* out;
+};
+
+// Steps of blocks over their maxima; what they are made of is said in codecs/headroom.py.
+struct StepArgs {
+    const std::uint32_t *scales, *energies;  // of all ranks; energies may be null: all steps are safe
+    const double* ratios;                    // c of each segment's key
+    double unit, deviations, bracket, safe, least;
+    float* out;
+};
+
+// Check words, two a block, and the first block of every span.
+struct SpanArgs {
+    const std::uint32_t* check;
+    const std::int64_t* starts;
+    std::int64_t spans, blocks;
+    const std::uint32_t* expected;  // two a span, or null
+    std::uint32_t* out;             // two a span; with `expected`, one
+};
+
+// What a segment's sum says; mirrors LEARNT in table.py. Times 2^(2 exponent).
+struct Learnt {
+    double energy, noise, parts;
+    std::int32_t exponent, valid;
+};
+static_assert(sizeof(Learnt) == 32);
+
+struct LearnArgs {
+    const std::uint32_t* scales;
+    const float* steps;
+    const std::uint32_t *energies, *energy;  // of the ranks, or null; of the decoded sum
+    const std::uint8_t* redone;              // one a block: it counts for nothing; or null
+    double unit, noise, part;                // of `energy`; of a coordinate's noise; of `energies`
+    Learnt* out;                             // one a segment
+};
+
 // The words of two ranks, and where their reduction goes.
 struct WordPair {
     const std::uint32_t *a, *b;
@@ -208,6 +250,10 @@ struct Kernels {
     int (*highest_intervals)(const CounterArgs&, std::int64_t ranks);  // the highest of all, or -1
     void (*predict_scales)(const CounterArgs&);
     std::uint64_t (*digest)(const void* data, std::int64_t nbytes, std::uint64_t seed);
+    void (*share_energies)(const ShareArgs&);
+    void (*choose_steps)(const Batch&, const StepArgs&);
+    std::int64_t (*sum_spans)(const SpanArgs&);  // how many are not as expected
+    void (*learn_energies)(const Batch&, const LearnArgs&);
 };
 
 }  // namespace gccomm

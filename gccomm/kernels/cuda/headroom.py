@@ -1,4 +1,4 @@
-"""Checked headroom in a device's memory: what :mod:`gccomm.codecs.headroom` does with NumPy, bit for bit.
+"""Checked headroom in a device's memory: what the CPU's kernels do, bit for bit.
 
 All arrays but tables, ratios and the starts of spans lie in the memory of the device; nothing waits.
 """

@@ -27,6 +27,12 @@ from gccomm.kernels.reference.energies import encoded_maxima, maxima_and_energie
 from gccomm.kernels.reference.exact import exact_decode, exact_encode
 from gccomm.kernels.reference.floats import float_decode, float_encode
 from gccomm.kernels.reference.hashing import block_keys, check_words, coordinate_hash, fmix
+from gccomm.kernels.reference.headroom import (
+    choose_steps,
+    learn_energies,
+    share_energies,
+    sum_spans,
+)
 from gccomm.kernels.reference.hops import hop_fold, widen_lanes
 from gccomm.kernels.reference.integers import integer_decode, integer_encode, integer_range
 from gccomm.kernels.reference.operations import (
@@ -60,6 +66,7 @@ __all__ = [
     "block_keys",
     "centred_sums",
     "check_words",
+    "choose_steps",
     "chunk_energies",
     "coordinate_hash",
     "count_intervals",
@@ -84,6 +91,7 @@ __all__ = [
     "integer_encode",
     "integer_range",
     "leading_zeros",
+    "learn_energies",
     "maxima",
     "maxima_and_energies",
     "narrow",
@@ -94,8 +102,10 @@ __all__ = [
     "quantise",
     "rotate",
     "saturating_add",
+    "share_energies",
     "sign_words",
     "split_scale",
+    "sum_spans",
     "unpack",
     "unrotate",
     "usable",
