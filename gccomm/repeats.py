@@ -216,6 +216,8 @@ class Repeats:
         reduction, plan, context = attempt.reduction, attempt.plan, attempt.context
         if type(tree) is not np.ndarray or plan is None or context is None or plan.uses < 2:
             return
+        if not tree.dtype.isnative:
+            return  # kernels read native numbers
         if attempt.measures:
             return  # its pieces are others
         at, options, place = (tree.shape, tree.dtype), reduction.options, attempt.place

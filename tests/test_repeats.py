@@ -11,6 +11,7 @@ import pytest
 import gccomm
 from gccomm import timeline
 from gccomm.codecs import get_codec
+from gccomm.codecs.rotated import Rotated
 from gccomm.codecs.uniform import Uniform
 from gccomm.repeats import KEPT, Repeat
 from gccomm.testing import run, simulate
@@ -299,3 +300,33 @@ def test_memory_that_cannot_be_had_is_reported_by_all(monkeypatch: pytest.Monkey
         return texts
 
     assert run(calls, 2) == [[], []]  # the usual way is taken, and it works
+
+
+@pytest.mark.parametrize("codec", ["uniform", "rotated", "bf16"])
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2"])
+def test_byte_swapped_arrays_are_not_read_as_native_ones(codec: str, dtype: str) -> None:
+    def calls(comm: gccomm.Communicator) -> list[Any]:
+        x = [draw(comm.rank, step, (2000,)) for step in range(CALLS)]
+        found = [comm.compressed_allreduce(a.astype(dtype), codec=codec) for a in x]
+        twin = comm.split(0)
+        assert twin is not None
+        native = np.dtype(dtype).newbyteorder("=")
+        return [found, [twin.compressed_allreduce(a.astype(native), codec=codec) for a in x]]
+
+    for found, expected in run(calls, ranks=2):
+        for y, z in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(y, z)
+
+
+def test_an_own_codec_that_inherits_from_rotated_is_not_replaced_for_small_arrays() -> None:
+    seen: list[int] = []
+
+    class Mine(Rotated):
+        id = "test-mine"
+
+        def steps(self, x: Any, state: Any, ctx: Any) -> Any:
+            seen.append(x.coordinates)
+            return (yield from super().steps(x, state, ctx))
+
+    run(lambda comm: gccomm.Reducer(Mine(), comm=comm)({"x": np.ones(5000, F4)}), ranks=4)
+    assert seen == [5000] * 4

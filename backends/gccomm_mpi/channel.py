@@ -76,9 +76,8 @@ class Channel:
         host = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
         self.local_rank: int = host.rank
         self.one_host: bool = host.size == comm.size
-        # together, because a launcher may have bound each rank to one core
-        cores: set[int] = set().union(*host.allgather(os.sched_getaffinity(0)))
-        self._spins = SPINS if self.one_host and host.size <= len(cores) else 1
+        self._crowded = _crowded(host.allgather(os.sched_getaffinity(0)))
+        self._spins = SPINS if self.one_host and not self._crowded else 1
         # Between hosts segments go without asking the receiver first; in memory there is nothing to ask.
         self.segment_bytes = sys.maxsize if self.one_host else SEGMENT_BYTES
         self.messages = Messages(self, Link(comm, self.segment_bytes))  # between all ranks
@@ -101,7 +100,9 @@ class Channel:
     def _share(self, host: Any, sizes: Sequence[int], floats: bool) -> None:
         """Make the window of a host's ranks, and the hierarchy over several hosts; all or none of them."""
         most = max(sizes)
-        window, reason = open_window(host, self.until, most) if host.size > 1 else (None, "")
+        window, reason = None, ""
+        if host.size > 1:
+            window, reason = open_window(host, self.until, most, lambda: self.background or self._crowded)
         reasons = [reason for reason in self.comm.allgather(reason) if reason]
         if reasons:
             self.no_window = reasons[0]
@@ -314,6 +315,18 @@ def _settings(comm: Any, hierarchical: bool | None) -> Settings:
         levels = "floats" if asked[0] else "0"
     asks = levels != "" and _LEVELS[levels] != "flat"
     return Settings(window != "0", _LEVELS[levels], algorithm or None, cuda == "1", asks)
+
+
+def _crowded(affinities: Sequence[set[int]]) -> bool:
+    """Return whether ranks of this host share cores, given those that each of a communicator's may use.
+
+    Others than the communicator's may do so, too: launchers say how many ranks they have put here.
+    """
+    cores: set[int] = set().union(*affinities)  # together, because each may be bound to one
+    apart = sum(map(len, affinities)) == len(cores)
+    counts = [os.environ.get(name, "") for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE")]
+    started = max([int(count) for count in counts if count.isdecimal()], default=0)
+    return len(affinities) > len(cores) or (started > len(cores) and not apart)
 
 
 def _hosts(comm: Any, host: Any) -> list[int]:

@@ -43,11 +43,12 @@ COPIED_BYTES = 16 << 10  # up to which few ranks copy data into their slots
 SHARED_BYTES = 64 << 10  # from here on more ranks join one share each
 STREAM_BYTES = 8 << 20  # results of this size are written past the caches
 
+_WORDS = ("words", "maximum")
 _POSTED, _SHARED, _FINISHED = 0, 64, 128  # places of the flags
 _TOKEN = slice(256, 272)
 _MASK = 0xFFFFFFFF
 _PROGRESS = sum(EXCHANGE[i].itemsize for i in range(list(EXCHANGE.names or ()).index("posted")))
-_LOOKS, _LONG = 20, 500  # at a flag in one test
+_LOOKS, _LONG = 20, 500  # at a flag in one test; where this rank has a core of its own
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,10 +73,14 @@ class Window:
     """
 
     def __init__(
-        self, rank: int, regions: list[Bytes], until: Callable[[Callable[[], Any], str], None]
+        self,
+        rank: int,
+        regions: list[Bytes],
+        until: Callable[[Callable[[], Any], str], None],
+        hurried: Callable[[], bool],
     ) -> None:
         self.slot_bytes = (len(regions[0]) - HEAD_BYTES) // SLOTS
-        self._rank, self._size, self._until = rank, len(regions), until
+        self._rank, self._size, self._until, self._hurried = rank, len(regions), until, hurried
         starts = [HEAD_BYTES + turn * self.slot_bytes for turn in range(SLOTS)]
         self._slots = [[region[at : at + self.slot_bytes] for region in regions] for at in starts]
         self._table = np.array([[kernels.address(s) for s in slots] for slots in self._slots], np.uint64)
@@ -94,7 +99,7 @@ class Window:
         state = np.zeros(1, EXCHANGE)
         state["slots"] = kernels.address(self._table)
         state["up"], state["down"] = (kernels.address(self._flags[at]) for at in (_POSTED, _FINISHED))
-        state["turns"], state["ranks"], state["rank"], state["spins"] = SLOTS, self._size, self._rank, _LONG
+        state["turns"], state["ranks"], state["rank"] = SLOTS, self._size, self._rank
         return state
 
     def room(self, nbytes: int) -> Bytes | None:
@@ -122,10 +127,12 @@ class Window:
         send, recv = send.reshape(-1), recv.reshape(-1)
         streams = kernels.address(send) != kernels.address(recv) and recv.nbytes >= STREAM_BYTES
         placed = kernels.address(send) == int(self._tables[self._turn][self._rank])
-        if not placed and not self._open and self._size <= FEW_RANKS:
+        # Ranks must make the same messages: all have words in their slots, but floats may lie anywhere.
+        whole = placed and (kind in _WORDS or recv.nbytes <= self.chunk_bytes)
+        if not whole and not self._open and self._size <= FEW_RANKS:
             self._in_chunks(name, send, recv, JOININGS[kind], streams)
             return
-        step = (self.slot_bytes if placed else min(CHUNK_BYTES, self.slot_bytes)) // recv.itemsize
+        step = (self.slot_bytes if whole else self.chunk_bytes) // recv.itemsize
         posted: list[Posted] = []
         for low in range(0, recv.size, step):
             part, target = send[low : low + step], recv[low : low + step]
@@ -167,6 +174,7 @@ class Window:
         state, where = self._state, self._state_at
         self._progress[:] = 0
         state["number"] = self._number
+        state["spins"] = _LOOKS if self._hurried() else _LONG
         if go_on(where):  # the others were there
             self._number = self._finished = self._number + int(state["finished"][0]) & _MASK
             return
@@ -282,7 +290,10 @@ class Window:
 
 
 def open_window(
-    comm: Any, until: Callable[[Callable[[], Any], str], None], ranks: int
+    comm: Any,
+    until: Callable[[Callable[[], Any], str], None],
+    ranks: int,
+    hurried: Callable[[], bool] = lambda: False,
 ) -> tuple[Window | None, str]:
     """Make the window of ranks on one host; collective.
 
@@ -294,6 +305,8 @@ def open_window(
         ``until(test, name)`` waits until ``test()`` is true.
     ranks : int
         The most that any host has: it limits the size of slots.
+    hurried : callable
+        Whether a core is wanted by others, so that it should be given away after few looks.
 
     Returns
     -------
@@ -320,7 +333,7 @@ def open_window(
         os.close(mine)
     if problems:
         return None, problems[0]
-    return Window(comm.rank, regions, until), ""
+    return Window(comm.rank, regions, until, hurried), ""
 
 
 def slot_bytes(ranks: int) -> int:

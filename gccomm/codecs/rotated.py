@@ -118,7 +118,8 @@ class Rotated(SharedDither):
         """Return itself; of headroom "auto", where it would be checked and the array is small, one of safe
         headroom that is as exact, where there are lanes as wide.
         """
-        if not self._checks(ranks) or self.headroom != "auto" or coordinates >= SMALL:
+        own = type(self) is not Rotated  # of somebody who inherits, whose steps are others
+        if own or not self._checks(ranks) or self.headroom != "auto" or coordinates >= SMALL:
             return self
         # A safe step is sqrt(n) times as large as one for the sum that is expected of independent ranks.
         more = (width - self.wire_bits for width in WIDTHS[:-1] if width > self.wire_bits)

@@ -84,6 +84,40 @@ def test_every_kind_of_every_size(backend: Any, kind: str, way: str) -> None:
             np.testing.assert_array_equal(send.view(dtype), draw(kind, rank, count))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("words", "maximum")])
+def test_floats_may_lie_in_the_room_on_some_ranks_alone(backend: Any, kind: str) -> None:
+    """All ranks make the same messages: those of their size."""
+    window, rank, dtype = backend._channel.window, backend.rank, np.dtype(KINDS[kind])
+    wire = np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
+    for count in sizes(dtype.itemsize):
+        send, recv = draw(kind, rank, count).view(wire), np.full(count, 77).astype(wire)
+        room = window.room(send.nbytes)
+        if rank % 2 and room is not None:
+            room.view(wire)[:] = send
+            send = room.view(wire)
+        window.join("test", send, recv, kind)
+        found = recv.view(dtype).astype(np.float64)
+        np.testing.assert_array_equal(found, expected(kind, backend.size, count), err_msg=f"{count}")
+
+
+@pytest.mark.parametrize("codec", ["raw", "bf16", "fp16"])
+@pytest.mark.parametrize("pushed", [False, True])
+def test_a_rank_without_an_array_takes_part_in_its_sum(world: Any, codec: str, pushed: bool) -> None:
+    dtype = {"raw": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}[codec]
+    reducer = gccomm.Reducer(codec, op="sum", comm=gccomm.init("mpi"))
+    for count in (30_000, 65_537, 131_072, 260_000, 300_000, 540_000, 1_100_000):
+        x = np.ones(count, dtype)
+        for step in range(3):
+            tree = {f"x{count}": None if step and world.rank == world.size - 1 else x}
+            if pushed and step:
+                reducer.push(f"x{count}", tree[f"x{count}"])
+                found = reducer.wait()
+            else:
+                found = reducer(tree)
+            total = world.size - (step > 0)
+            assert (np.asarray(found[f"x{count}"], np.float32) == total).all()
+
+
 def test_floats_get_the_same_bits_on_every_rank(backend: Any, world: Any) -> None:
     for count in (1000, 300_001):
         x = np.random.default_rng(world.rank).standard_normal(count).astype(np.float32)
