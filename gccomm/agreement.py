@@ -254,7 +254,11 @@ def exchange_texts(report: dict[str, Any], rank: int, size: int) -> Generator[Tr
     slots[rank] = padded[:, 0] | padded[:, 1] << 8 | padded[:, 2] << 16
     yield Maximum(slots.reshape(-1))
     octets = np.stack([slots & 255, slots >> 8 & 255, slots >> 16 & 255], axis=-1).astype(np.uint8)
-    return [json.loads(octets[r].tobytes().decode("utf-8", "surrogatepass")) for r in range(size)]
+    try:
+        return [json.loads(octets[r].tobytes().decode("utf-8", "surrogatepass")) for r in range(size)]
+    except ValueError:  # of UnicodeDecodeError and of JSONDecodeError the base
+        msg = f"rank {rank}: reports of ranks were damaged on the way: messages of different calls met"
+        raise errors.BackendError(msg) from None
 
 
 def _first_difference(leaves: Sequence[str], count: int) -> Generator[Transfer, None, int]:

@@ -159,6 +159,7 @@ def test_bench_sizes() -> None:
         (["--codecs", "uniform:wire_bits=7"], "`wire_bits` must be one of"),
         (["--dtype", "int32"], "invalid choice"),
         (["--json", "no/such/folder/file.json"], "there is no folder"),
+        (["--json", "."], "is a folder: name a file in it"),
     ],
 )
 def test_bench_rejects_before_it_starts_ranks(

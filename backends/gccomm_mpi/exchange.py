@@ -73,8 +73,8 @@ def exchange(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
 def _swap(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
     """Two ranks: each takes the other's array and adds it: as many bytes, half the waits.
 
-    Both operators and IEEE addition commute, so the two get the same bits. What has come is added while the
-    rest is on its way, in place once it has left.
+    Both operators and IEEE addition commute, so the two get the same bits (of NaN the payload may differ).
+    What has come is added while the rest is on its way, in place once it has left.
     """
     peer, datatype, tag = 1 - link.comm.rank, operator.datatype, link.next_tag()
     step = max(1, link.segment_bytes // recv.itemsize)

@@ -86,6 +86,8 @@ def output(text: str) -> Path:
     if not path.absolute().parent.is_dir():
         message = f"there is no folder {path.absolute().parent}"
         raise argparse.ArgumentTypeError(message)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: name a file in it")
     return path
 
 
