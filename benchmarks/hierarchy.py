@@ -77,10 +77,10 @@ def measure(
         exact, rows, flat = exact_sum(x, mpi), [], 0.0
         for (name, way), times in zip(ways, seconds.T, strict=True):
             row = make_row(way, times, 4 * count, count, mpi.size, vnmse(way.call(), exact, mpi))
-            if name == "flat":
-                flat = row.time_us
-            else:  # of these a link carries the words of one rank a host
-                lab.check(row.wire_bytes, row.time_us / 1e6, sorted(set(hosts)))
+            flat = row.time_us if name == "flat" else flat
+            lab.check(
+                row.wire_bytes, row.time_us / 1e6, sorted(set(hosts))
+            )  # one rank's words a host at least
             rows.append({**asdict(row), "levels": name, "x_flat": flat / row.time_us})
     return rows
 

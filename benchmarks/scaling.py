@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,6 +38,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from gccomm_launch.bench_timing import Stopper, interleaved
     from gccomm_launch.bench_ways import codec_way, mpi_ways
     from gccomm_launch.progress import progress
+    from gccomm_launch.netlab import Lab
     from lab import TRIALS
     from mpi4py import MPI
 
@@ -45,7 +47,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     comm, mpi = gccomm.init("mpi"), MPI.COMM_WORLD
     stopper = Stopper(mpi)
-    hosts = len(set(mpi.allgather(MPI.Get_processor_name())))
+    hosts, lab = len(set(mpi.allgather(MPI.Get_processor_name()))), Lab.from_environ(os.environ)
     rows: list[Row] = []
     sizes = sizes_of(options.minbytes, options.maxbytes, options.stepfactor)
     with stopper.signals(), progress(len(sizes), "sizes", speaks=comm.rank == 0) as tick:
@@ -63,9 +65,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for way, times in zip(ways, seconds.T, strict=True):
                 row = asdict(make_row(way, times, size, x.size, comm.size, 0.0))
                 row |= {"n": comm.size, "hosts": hosts, "iters": iters}
+                if lab is not None and hosts > 1:
+                    lab.check(row["wire_bytes"], row["time_us"] / 1e6, range(1, hosts + 1))
                 rows.append({key: value for key, value in row.items() if key != "vnmse"})
             tick()
-    return {"machine": machine(), "ranks": comm.size, "hosts": hosts, "rows": rows}
+    found = {"machine": machine(), "ranks": comm.size, "hosts": hosts, "rows": rows}
+    return found if lab is None else {**found, "lab": asdict(lab)}
 
 
 def sizes_of(least: int, most: int, step: int) -> list[int]:
@@ -193,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         parts = [json.loads(path.read_text(encoding="utf-8")) for path in options.merge]
         report = {"machine": parts[0]["machine"], "rows": [row for part in parts for row in part["rows"]]}
+        report |= {"lab": parts[0]["lab"]} if "lab" in parts[0] else {}
     report |= {"models": models(report["rows"]), "bars": verdicts(report["rows"])}
     print(show(report), flush=True)
     if options.json is not None:
