@@ -37,8 +37,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from gccomm_launch.bench_report import machine, make_row
     from gccomm_launch.bench_timing import Stopper, interleaved
     from gccomm_launch.bench_ways import codec_way, mpi_ways
-    from gccomm_launch.progress import progress
     from gccomm_launch.netlab import Lab
+    from gccomm_launch.progress import progress
     from lab import TRIALS
     from mpi4py import MPI
 
