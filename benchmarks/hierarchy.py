@@ -78,9 +78,8 @@ def measure(
         for (name, way), times in zip(ways, seconds.T, strict=True):
             row = make_row(way, times, 4 * count, count, mpi.size, vnmse(way.call(), exact, mpi))
             flat = row.time_us if name == "flat" else flat
-            lab.check(
-                row.wire_bytes, row.time_us / 1e6, sorted(set(hosts))
-            )  # one rank's words a host at least
+            # Over a host's link go the words of one rank at least.
+            lab.check(row.wire_bytes, row.time_us / 1e6, sorted(set(hosts)))
             rows.append({**asdict(row), "levels": name, "x_flat": flat / row.time_us})
     return rows
 
