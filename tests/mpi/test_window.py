@@ -10,6 +10,7 @@ import gccomm_mpi
 import ml_dtypes
 import numpy as np
 import pytest
+from gccomm_mpi import channel as channel_module
 from gccomm_mpi import window as window_module
 from gccomm_mpi.window import CHUNK_BYTES, COPIED_BYTES, SHARED_BYTES, SLOT_BYTES
 
@@ -288,3 +289,23 @@ def test_results_are_those_of_messages(world: Any, monkeypatch: pytest.MonkeyPat
     for one, other in zip(*results, strict=True):
         for key in tree:
             assert one[key].tobytes() == other[key].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("affinities", "started", "crowded"),
+    [
+        ([{0, 1}, {0, 1}], "2", False),
+        ([{0, 1}] * 3, "3", True),
+        ([{0, 1}] * 2, "4", True),  # a group made by split, whose other ranks compute, too
+        ([{0}, {1}], "4", False),  # each is bound to a core of its own
+        ([{0}, {0}], "2", True),
+        ([{0, 1}, {2, 3}], "", False),
+        ([{0, 1}] * 2, "many", False),
+    ],
+)
+def test_who_shares_cores_gives_them_away_soon(
+    affinities: list[set[int]], started: str, crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.setenv(name, started)
+    assert channel_module._crowded(affinities) is crowded
