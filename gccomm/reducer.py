@@ -42,7 +42,8 @@ class Reducer:
         unbiased ones. The residual is in the units of the input: feed gradients with the loss scale already
         divided out.
     bucket_bytes : int
-        Most bytes of input fused into one message; sums of integer lanes do not depend on it.
+        Most bytes of input fused into one message; sums of integer lanes do not depend on it (with checked
+        headroom where it is at least 512 KiB, so that a message holds a span).
     exact_below : int
         Arrays with fewer coordinates travel exactly, in two words a coordinate.
     seed : int

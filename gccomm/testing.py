@@ -93,7 +93,8 @@ def simulate_steps(
     steps : int
         How many steps to run, from step 0 on.
     piece_coordinates : int
-        Most coordinates of a piece; the results of lane codecs do not depend on it.
+        Most coordinates of a piece; the results of lane codecs do not depend on it (with checked headroom
+        where a piece holds a span, 65,536).
     one_host : bool
         Agree piece by piece, as ranks that share a host do.
     hosts : sequence of int, optional
