@@ -63,6 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             warmup = max(options.warmup, min(iters, int(WARM_S / trial.sum())))
             seconds = interleaved(calls, warmup, iters, stopper, mpi)
             for way, times in zip(ways, seconds.T, strict=True):
+                way.call()  # whose figures are those of the last call
                 row = asdict(make_row(way, times, size, x.size, comm.size, 0.0))
                 row |= {"n": comm.size, "hosts": hosts, "iters": iters}
                 if lab is not None and hosts > 1:

@@ -10,6 +10,7 @@ error, and the timeout does when one rank waits for another that has left the te
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,13 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
     vendor, version = MPI.get_vendor()
     return f"MPI: {vendor} {'.'.join(map(str, version))}, rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Show what there is to say: where a rank ends the job through MPI, what is not flushed is lost."""
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -105,18 +105,19 @@ def test_floats_may_lie_in_the_room_on_some_ranks_alone(backend: Any, kind: str)
 @pytest.mark.parametrize("pushed", [False, True])
 def test_a_rank_without_an_array_takes_part_in_its_sum(world: Any, codec: str, pushed: bool) -> None:
     dtype = {"raw": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}[codec]
-    reducer = gccomm.Reducer(codec, op="sum", comm=gccomm.init("mpi"))
-    for count in (30_000, 65_537, 131_072, 260_000, 300_000, 540_000, 1_100_000):
-        x = np.ones(count, dtype)
-        for step in range(3):
-            tree = {f"x{count}": None if step and world.rank == world.size - 1 else x}
-            if pushed and step:
-                reducer.push(f"x{count}", tree[f"x{count}"])
-                found = reducer.wait()
-            else:
-                found = reducer(tree)
-            total = world.size - (step > 0)
-            assert (np.asarray(found[f"x{count}"], np.float32) == total).all()
+    with gccomm.init("mpi") as comm:
+        reducer = gccomm.Reducer(codec, op="sum", comm=comm)
+        for count in (30_000, 65_537, 131_072, 260_000, 300_000, 540_000, 1_100_000):
+            key, x = f"x{count}", np.ones(count, dtype)
+            for step in range(3):
+                mine = None if step and world.rank == world.size - 1 else x
+                if pushed and step:
+                    reducer.push(key, mine)
+                    found = reducer.wait()
+                else:
+                    found = reducer({key: mine})
+                total = world.size - (step > 0)
+                assert (np.asarray(found[key], np.float32) == total).all()
 
 
 def test_floats_get_the_same_bits_on_every_rank(backend: Any, world: Any) -> None:
