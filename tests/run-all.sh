@@ -12,10 +12,14 @@ if [ $# -eq 0 ]; then set -- 2 3 4; fi
 export PYTHONSAFEPATH=1  # import the installed package, not the source folder
 status=0
 summary=""
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
 part() { # name, command...
     local name=$1; shift
     echo "--- $name"
-    if "$@"; then summary+="passed: $name"$'\n'; else summary+="FAILED: $name"$'\n'; status=1; fi
+    if "$@" 2>&1 | tee "$log"; then summary+="passed: $name"$'\n'; return; fi
+    status=1
+    summary+="FAILED: $name"$'\n'$(grep -aE '^(FAILED|ERROR|E  )' "$log" | sort -u | tail -n 30)$'\n'
 }
 if [ "$plain" = 1 ]; then
     part "plain suite" "$venv/bin/python" -m pytest -q --timeout 600 --ignore tests/mpi tests

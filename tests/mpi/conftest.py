@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,24 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    """Show what there is to say: where a rank ends the job through MPI, what is not flushed is lost."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what went wrong on this rank: its report at the end may be lost when it ends the job."""
+    if report.failed and "mpi4py.MPI" in sys.modules:
+        from mpi4py import MPI
+
+        where = f"rank {MPI.COMM_WORLD.rank}: {report.when} of {report.nodeid} failed"
+        print(f"\nFAILED {where}\n{report.longreprtext}", file=sys.stderr, flush=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_unconfigure() -> Iterator[None]:
+    """Launchers drop what they have not read from a rank's pipe when it ends the job: let them read it."""
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(0.2)
 
 
 @pytest.hookimpl(tryfirst=True)

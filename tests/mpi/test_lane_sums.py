@@ -25,14 +25,16 @@ CODECS = [
 SHAPES = [(64 * 1024,), (64 * 1024 + 1,), (3 * 64 * 1024 - 5,), (70, 1000), (130, 513)]
 
 
-@pytest.fixture
-def comm(world: Any) -> Iterator[gccomm.Communicator]:
+@pytest.fixture(params=["timed", "past the caches"])
+def comm(world: Any, request: pytest.FixtureRequest) -> Iterator[gccomm.Communicator]:
     if world.size not in (2, 3):
         pytest.skip("only two or three ranks join all data of the others")
     parent = world.Dup()
     with gccomm.init("mpi", comm=parent) as made:
         if not made._place.sums_lanes:
             pytest.skip("ranks share no memory")
+        if request.param_index:
+            made._backend._channel.window._state["forced"] = 2
         yield made
     parent.Free()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gccomm_mpi import channel as channel_module
 from gccomm_mpi import window as window_module
-from gccomm_mpi.window import CHUNK_BYTES, COPIED_BYTES, SHARED_BYTES, SLOT_BYTES
+from gccomm_mpi.window import CHUNK_BYTES, COPIED_BYTES, FEW_RANKS, SHARED_BYTES, SLOT_BYTES
 
 import gccomm
 
@@ -26,14 +26,15 @@ KINDS = {
 }
 
 
-@pytest.fixture
-def backend(world: Any) -> Iterator[Any]:
+@pytest.fixture(params=["timed", "through the caches", "past them"])
+def backend(world: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     if world.size == 1:
         pytest.skip("one rank shares nothing")
     parent = world.Dup()
     handle = gccomm_mpi.connect(parent)
     if handle._channel.window is None:
         pytest.skip(f"no window: {handle._channel.no_window}")
+    handle._channel.window._state["forced"] = request.param_index
     yield handle
     handle.close()
     parent.Free()
@@ -83,6 +84,24 @@ def test_every_kind_of_every_size(backend: Any, kind: str, way: str) -> None:
         np.testing.assert_array_equal(found, want.astype(found.dtype), err_msg=f"{count}")
         if way == "apart":
             np.testing.assert_array_equal(send.view(dtype), draw(kind, rank, count))
+
+
+@pytest.mark.parametrize("slow", ["through", "past"])
+def test_chunks_go_the_way_that_has_been_faster(backend: Any, slow: str) -> None:
+    """All but the two of a period that are for the clock."""
+    state, chunks = backend._channel.window._state, 64
+    if backend.size > FEW_RANKS or state["forced"][0]:
+        pytest.skip("not timed")
+    data, item = np.ones(chunks * CHUNK_BYTES // 4, np.uint32), ["through", "past"].index(slow)
+    times = np.full((2, 3), 1e-9)
+    times[item] = 1.0
+    state["times"], state["samples"] = times.reshape(1, 6), [[0, 0, 1000]]
+    backend.sum_words(data)
+    assert (data == backend.size).all()
+    counts = state["samples"][0].tolist()
+    assert sum(counts[:2]) == chunks
+    assert counts[1 - item] >= chunks - 2
+    assert counts[2] == 1000 + chunks
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("words", "maximum")])

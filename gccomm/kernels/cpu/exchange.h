@@ -11,24 +11,47 @@
 
 #include "dispatch.h"
 #include "flags.h"
+#include "ways.h"
 
 namespace gccomm {
 
 // The slots and flags of all ranks, and how far an exchange has come; mirrors EXCHANGE in table.py.
 struct Exchange {
     std::uint64_t slots, up, down;  // addresses of tables of addresses: slots, shape (turns, ranks); flags
-    std::int64_t turns, ranks, rank, spins;
+    std::uint64_t own;              // address of as much memory as two slots have, of this rank alone
+    std::int64_t slot_bytes, turns, ranks, rank, spins;
+    WayTimes times;
     std::int64_t posted, finished, event;  // 0 at first
     double encode_s, decode_s;
     std::uint32_t number;  // of the last message before
     std::uint32_t kept;    // a bit for each of two chunks: whether its rotated blocks were kept
+    std::uint32_t apart;   // the same: whether this rank's part is to be read where it was copied from
+    std::uint32_t unused;
 };
-static_assert(sizeof(Exchange) == 104);
+static_assert(sizeof(Exchange) == 208);
+
+inline std::uint32_t bit_of(std::int64_t chunk) { return 1u << (chunk % 2); }
 
 // The messages of an exchange, finished in the order in which they are posted.
 class Messages {
  public:
-    explicit Messages(Exchange& at) : at_(at) {}
+    explicit Messages(Exchange& at) : at_(at), ways_(at.times) {}
+
+    // Copies chunk k into a slot.
+    void put(std::int64_t k, const void* data, void* slot, std::int64_t nbytes, Way way) {
+        ways_.copy(data, slot, nbytes, way);
+        at_.apart = (at_.apart & ~bit_of(k)) | (way == Way::past ? bit_of(k) : 0);
+    }
+
+    Way way(std::int64_t nbytes) { return ways_.next(nbytes); }
+
+    // The slots of all ranks, but for this rank's part, which is read at `own` if it went past the caches.
+    const std::uint64_t* parts(const std::uint64_t* slots, std::int64_t k, const void* own) {
+        if ((at_.apart & bit_of(k)) == 0) return slots;
+        parts_.assign(slots, slots + at_.ranks);
+        parts_[static_cast<std::size_t>(at_.rank)] = reinterpret_cast<std::uint64_t>(own);
+        return parts_.data();
+    }
 
     // This rank's next slot, once all ranks have finished what was in it, or null.
     void* free() const {
@@ -63,6 +86,8 @@ class Messages {
     }
 
     Exchange& at_;
+    Ways ways_;
+    std::vector<std::uint64_t> parts_;
 };
 
 // An array, of which `chunk` elements are reduced at once.
@@ -84,13 +109,15 @@ inline bool run(Exchange& at, const ArrayJob& job) {
             void* slot = messages.free();
             if (slot == nullptr) return false;
             const char* data = job.send + at.posted * job.chunk * job.item;
-            if (slot != data) std::memcpy(slot, data, static_cast<std::size_t>(length(at.posted) * job.item));
+            const std::int64_t nbytes = length(at.posted) * job.item;
+            if (slot != data) messages.put(at.posted, data, slot, nbytes, messages.way(nbytes));
             messages.post();
         }
-        const std::uint64_t* parts = messages.arrived();
-        if (parts == nullptr) return false;
-        char* out = job.recv + at.finished * job.chunk * job.item;
-        kernels().join_parts({parts, at.ranks, out, length(at.finished), job.kind, job.stream});
+        const std::uint64_t* slots = messages.arrived();
+        if (slots == nullptr) return false;
+        const std::int64_t from = at.finished * job.chunk * job.item;
+        const std::uint64_t* parts = messages.parts(slots, at.finished, job.send + from);
+        kernels().join_parts({parts, at.ranks, job.recv + from, length(at.finished), job.kind, job.stream});
         messages.finish();
     }
     return true;
@@ -190,7 +217,7 @@ class LaneExchange {
         float* kept = job_.kept_table == 0 ? nullptr : room(k);
         const bool usable =
             kernels().maxima(batch(k), {static_cast<std::uint32_t*>(slot), nullptr, job_.rotations, kept});
-        at_.kept = (at_.kept & ~bit(k)) | (kept != nullptr && usable ? bit(k) : 0);
+        at_.kept = (at_.kept & ~bit_of(k)) | (kept != nullptr && usable ? bit_of(k) : 0);
         messages_.post();
         at_.encode_s += since(start);
         return true;
@@ -209,10 +236,13 @@ class LaneExchange {
         void* slot = messages_.free();
         if (slot == nullptr) return false;
         const auto start = Clock::now();
-        const bool kept = job_.agree && (at_.kept & bit(k)) != 0;
+        const bool kept = job_.agree && (at_.kept & bit_of(k)) != 0;
         EncodeArgs args{};
         args.scales = at_block<const std::uint32_t>(job_.scales, 0);
-        args.words = words(slot, k);
+        const Index nbytes = (word_count(k) + 1) * Index{sizeof(std::uint32_t)};
+        const Way way = messages_.way(nbytes);
+        void* written = way == Way::direct ? slot : own(k);
+        args.words = words(written, k);
         args.width = job_.width;
         args.limit = job_.limit;
         args.shift = job_.shift;
@@ -221,15 +251,20 @@ class LaneExchange {
         args.subtract = !kept && job_.subtract;
         kernels().encode(kept ? kept_batch(k) : batch(k), args);
         args.words.data[word_count(k)] = tag(k);
+        if (way == Way::direct)
+            at_.apart &= ~bit_of(k);
+        else
+            messages_.put(k, written, slot, nbytes, way);
         messages_.post();
         at_.encode_s += since(start);
         return true;
     }
 
     bool decode(Index k) {
-        const std::uint64_t* parts = messages_.arrived();
-        if (parts == nullptr) return false;
+        const std::uint64_t* slots = messages_.arrived();
+        if (slots == nullptr) return false;
         const auto start = Clock::now();
+        const std::uint64_t* parts = messages_.parts(slots, k, own(k));
         check_tag(parts, k);
         DecodeArgs args{};
         args.scales = at_block<const std::uint32_t>(job_.scales, 0);
@@ -270,7 +305,8 @@ class LaneExchange {
         return found;
     }
 
-    static std::uint32_t bit(Index k) { return 1u << (k % 2); }
+    // Where the words of a chunk that is copied are written first.
+    void* own(Index k) const { return reinterpret_cast<char*>(at_.own) + k % 2 * at_.slot_bytes; }
 
     static double since(Clock::time_point start) {
         return std::chrono::duration<double>(Clock::now() - start).count();

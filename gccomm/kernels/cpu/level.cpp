@@ -2,6 +2,7 @@
 // (GCCOMM_LEVEL), so that no inline function of one level can stand in for another's. Uses no inline function
 // of the standard library for the same reason.
 #include "chunks.h"
+#include "copy.h"
 #include "counters.h"
 #include "decode.h"
 #include "digest.h"
@@ -48,6 +49,7 @@ const Kernels kernels = {
     choose_steps,
     sum_spans,
     learn_energies,
+    stream_copy,
 };
 
 }  // namespace gccomm::GCCOMM_LEVEL

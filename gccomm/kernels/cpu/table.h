@@ -254,6 +254,7 @@ struct Kernels {
     void (*choose_steps)(const Batch&, const StepArgs&);
     std::int64_t (*sum_spans)(const SpanArgs&);  // how many are not as expected
     void (*learn_energies)(const Batch&, const LearnArgs&);
+    void (*stream_copy)(const void* from, void* to, std::int64_t nbytes);
 };
 
 }  // namespace gccomm
