@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Outcome", "reduce", "rendezvous", "tag_of"]
 
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
+AHEAD = 2  # most pieces that are agreed upon at once, over links
 DEPTH = 2  # pieces on their way, of each rank that speaks for its host
 MOST = 8  # of all of them
 
@@ -66,8 +67,8 @@ class Job:
     have : sequence of bool
         Leaves that this rank has a value for.
     whole : bool
-        Agree on all pieces, and share energies, in one message (links with latency) instead of piece by piece
-        (shared memory).
+        Agree on pieces, and share energies, while those before them are on their way (links; where words stay
+        on a device, on all of them at first) instead of when their turn comes (shared memory).
     states : mapping of int to dict
         By leaf: what its codec has adapted.
     measure : bool
@@ -110,8 +111,7 @@ class Job:
         if measure:
             self._sketch()
         self.parts = [self._parts(number) for number in range(plan.plain, len(plan.pieces))]
-        pieces = plan.agree_words or [0]
-        scales = sum(pieces) if whole else max(pieces)
+        scales = sum(plan.agree_words[: None if whole and flow is not None else 1])  # that go first
         self.agree = words_of(HEADER_WORDS + max(scales, SCALE_WORDS))
         self.room = max((sum(map(self._room, piece)) for piece in plan.pieces), default=0)
         count = max(SUM_WORDS + self.room + 2, MESSAGE_WORDS)
@@ -126,7 +126,7 @@ class Job:
         pieces, hosted = len(self.plan.pieces), len(self.parts)
         if hosted and self.hosts is not None:
             return min(pieces, DEPTH * self.hosts.speakers, MOST)
-        keeps = self.context.piecewise and any(x.codec.keeps for x in self.plan.operands)
+        keeps = not self.whole and any(x.codec.keeps for x in self.plan.operands)
         return 1 if keeps else min(max(pieces, 1), DEPTH)
 
     def _sketch(self) -> None:
@@ -159,7 +159,7 @@ class Job:
         if speaker is not None and hosts is not None:
             shift = rank_shift(hosts.host, hosts.number)
             context = replace(context, rank=hosts.host, size=hosts.number, shift=shift, inputs=context.size)
-            context, silent = replace(context, piecewise=True), hosts.place != speaker
+            silent = hosts.place != speaker
         return Running(x, context, [self.states.get(s.leaf) for s in x.segments], speaker, silent)
 
 
@@ -201,6 +201,7 @@ class _Way(NamedTuple):
     at once.
     """
 
+    number: int
     moves: Moves
     begun: bool = False
     handle: Any = None
@@ -219,8 +220,9 @@ class _Engine:
         self.job, self.rank, self.size = job, rank, size
         self.wire = Wire(rank, size, job.spans) if job.flow is None else job.flow.wire(rank, size, job.spans)
         self.stats = self.wire.stats
-        self.first: list[list[Running]] = []  # of the pieces whose agreement begins with the header
-        self.running: list[Running] = []  # all of them
+        self.first: list[list[Running]] = []  # of the pieces whose codecs are started at once
+        self.agreed = 0, 0  # the pieces, from and to, that were agreed upon last
+        self.running: list[Running] = []  # of those whose agreement begins with the header
         self.ended: dict[int, list[Running]] = {}  # by piece
         self.free = [*job.more, job.words]  # memory for the sums of pieces on their way
         self.end = HEADER_WORDS
@@ -238,7 +240,9 @@ class _Engine:
         pieces = job.plan.pieces[: job.plan.plain]
         pieces = pieces if job.whole else pieces[:1]
         self.first = [[job.start(x) for x in piece] for piece in pieces]
-        self.running = [r for piece in self.first for r in piece]
+        # On a device all is done in one order: nothing would overlap.
+        self.agreed = 0, len(self.first) if job.flow is not None else min(len(self.first), 1)
+        self.running = [r for piece in self.first[slice(*self.agreed)] for r in piece]
         if not pending(self.running, Agree) and self.first and pending(self.first[0], Sum):
             self.queue = messages(self.first[0], job.room)
             self.head = next(self.queue)
@@ -304,7 +308,7 @@ class _Engine:
             if ways and ways[-1].hastens:
                 way = ways.pop()
             elif len(ways) < self.job.depth and (number := next(left, None)) is not None:
-                way = _Way(self._drive(number))
+                way = _Way(number, self._drive(number))
             elif ways:
                 way = ways.popleft()
             else:
@@ -317,7 +321,24 @@ class _Engine:
                 transfer = next(way.moves, None)
             if transfer is not None:
                 handle = yield Start(transfer)
-                ways.append(_Way(way.moves, True, handle, _hastens(transfer)))
+                ways.append(way._replace(begun=True, handle=handle, hastens=_hastens(transfer)))
+            if not way.begun:
+                yield from self._agree_ahead(way.number)
+
+    def _agree_ahead(self, number: int) -> Moves:
+        """Agree on the next pieces where a piece is the first one of the last ones agreed on: while these are
+        on the link.
+        """
+        low, end = self.agreed
+        if number != low or end == len(self.first):
+            return
+        self.agreed = end, min(len(self.first), end + min(end, AHEAD))
+        running = [r for piece in self.first[slice(*self.agreed)] for r in piece]
+        self.wire.piece = None
+        piece = self._piece(running, self.job.words)
+        yield from piece.agree()
+        if pending(running, Energies):
+            yield from piece.share()
 
     def _drive(self, number: int) -> Moves:
         """Reduce a piece, in memory that no other one on its way has."""

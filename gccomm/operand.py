@@ -106,7 +106,8 @@ class Operand(Batch):
         if self.rotated is None:
             self.rotated = self._twin(self.codec.carried(self.lengths))
         kept = kernels.pool_empty(4 * int(self.rotated[2][-1]))
-        where = kernels.address(out), _address(energy), rotations, kernels.address(kept)
+        places = kernels.address(self.rotated[2])  # coordinates before each block
+        where = kernels.address(out), _address(energy), rotations, kernels.address(kept), places
         if not self.kernels.maxima(self.source, self.count, 0, self.blocks, *where):
             return self
         made, _ = self.rotated_blocks(kernels.address(kept))

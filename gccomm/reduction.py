@@ -312,7 +312,6 @@ class Attempt:
             rank_shift(self.place.rank, self.place.size),
             self.reduction.step,
             stream=plan.result_bytes > STREAM_BYTES,
-            piecewise=self.place.one_host,
             stateful=self.reduction.remember,
             sums_lanes=self._lane_sums,
         )

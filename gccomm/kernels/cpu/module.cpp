@@ -33,18 +33,19 @@ void check_rotations(int rotations) {
 }
 
 bool maxima(Address table, Index segments, Index lo, Index hi, Address out, Address energy, int rotations,
-            Address kept) {
+            Address kept, Address places) {
     check_rotations(rotations);
     require(kept == 0 || rotations != 0, "only rotated blocks are kept");
+    require((kept == 0) == (places == 0), "kept blocks need their places");
     const Batch all = batch(table, segments, lo, hi);
     const MaximaArgs args{pointer<std::uint32_t>(out), pointer<std::uint32_t>(energy), rotations,
                           pointer<float>(kept)};
-    if (kept != 0) return kernels().maxima(all, args);  // blocks are kept one behind the other
     std::atomic<bool> normal{true};
     share_blocks(lo, hi, [&](Index from, Index to) {
         MaximaArgs mine = args;
         mine.out += from - lo;
         if (mine.energy != nullptr) mine.energy += from - lo;
+        if (kept != 0) mine.kept += pointer<const Index>(places)[from] - pointer<const Index>(places)[lo];
         if (!kernels().maxima({all.table, all.segments, from, to}, mine)) normal = false;
     });
     return normal;
@@ -383,7 +384,7 @@ NB_MODULE(_native, m) {
     namespace g = gccomm;
     m.doc() = "Kernels on blocks of tensors; see gccomm.kernels.";
     m.def("maxima", &g::maxima, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "out"_a, "energy"_a = 0,
-          "rotations"_a = 0, "kept"_a = 0, Released());
+          "rotations"_a = 0, "kept"_a = 0, "places"_a = 0, Released());
     m.def("encode", &g::encode, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "scales"_a, "words"_a, "word_base"_a,
           "width"_a, "limit"_a, "shift"_a, "check"_a = 0, "clamp"_a = 0, "ratios"_a = 0, "rotations"_a = 0,
           "maxima"_a = 0, "subtract"_a = false, "grid"_a = 0, "gains"_a = 0, Released());
