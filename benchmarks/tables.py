@@ -161,8 +161,10 @@ def digits() -> Iterator[str]:
     yield "| codec | accuracy | points to `raw` | bytes against float32 |"
     yield "|---" * 4 + "|"
     for row in load("digits")["rows"]:
-        cells = f"{row['mean_accuracy']:.2%}", f"{row['mean_points']:+.2f}", f"1/{row['ratio']:.2f}"
-        yield line(f"`{row['name']}`", *cells)
+        points = round(row["mean_points"], 2) + 0.0  # never -0
+        yield line(
+            f"`{row['codec']}`", f"{row['mean_accuracy']:.2%}", f"{points:+.2f}", f"1/{row['ratio']:.2f}"
+        )
 
 
 def kernels() -> Iterator[str]:

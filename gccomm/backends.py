@@ -77,10 +77,11 @@ class Backend(Protocol):
     there to elsewhere; and ``begin(kind, send, recv)`` and ``end(handle)``: a reduction ("words", "maximum"
     or a `FloatName`), begun and completed, of which two are on their way at a time (handle None: it is
     complete); ``go_on()`` lets these go on where the host waits for a device, and returns whether there are
-    any. Where its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself,
-    as a `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding. With
-    ``first_words`` above 0 it takes the maximum or sum of up to so many words where ranks hold different
-    numbers of them, and reduces those that all hold: first messages of calls may then be that long.
+    any; ``overlaps`` False says that all are complete at once. Where its ``sums_lanes`` is true,
+    ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a `gccomm.kernels.LANES` record says, and
+    returns the seconds of encoding and of decoding. With ``first_words`` above 0 it takes the maximum or sum
+    of up to so many words where ranks hold different numbers of them, and reduces those that all hold: first
+    messages of calls may then be that long.
 
     Two attributes serve asynchronous calls, which are made by a second thread, never two at a time:
     ``background``, set to True while the program computes meanwhile, so that waits should leave it the core;

@@ -67,8 +67,8 @@ class Job:
     have : sequence of bool
         Leaves that this rank has a value for.
     whole : bool
-        Agree on pieces, and share energies, while those before them are on their way (links; where words stay
-        on a device, on all of them at first) instead of when their turn comes (shared memory).
+        Agree on pieces, and share energies, while those before them are on their way, or where nothing
+        overlaps on all of them at first (links), instead of when their turn comes (shared memory).
     states : mapping of int to dict
         By leaf: what its codec has adapted.
     measure : bool
@@ -81,6 +81,8 @@ class Job:
         Where hosts add up their ranks' floats before they compress.
     first_words : int
         Most words of the first message, where ranks in different calls may send different numbers of them.
+    overlaps : bool
+        Reductions that are begun are on their way while others are made.
     flow : Flow, optional
         Where words stay on a device.
     """
@@ -98,8 +100,10 @@ class Job:
         spans: CallSpans | None = None,
         hosts: Hosts | None = None,
         first_words: int = 0,
+        overlaps: bool = True,
         flow: Flow | None = None,
     ) -> None:
+        self.ahead = whole and overlaps and flow is None  # on a device all is done in one order
         self.first_words, self.flow, words_of = first_words, flow, scratch
         if plan.devices:  # a copy into pinned memory is the fastest; back ends go on from there
             room, words_of = (lambda _nbytes: None), partial(memory.pinned_words, plan.devices[0])
@@ -111,7 +115,7 @@ class Job:
         if measure:
             self._sketch()
         self.parts = [self._parts(number) for number in range(plan.plain, len(plan.pieces))]
-        scales = sum(plan.agree_words[: None if whole and flow is not None else 1])  # that go first
+        scales = sum(plan.agree_words[: None if whole and not self.ahead else 1])  # that go first
         self.agree = words_of(HEADER_WORDS + max(scales, SCALE_WORDS))
         self.room = max((sum(map(self._room, piece)) for piece in plan.pieces), default=0)
         count = max(SUM_WORDS + self.room + 2, MESSAGE_WORDS)
@@ -126,7 +130,7 @@ class Job:
         pieces, hosted = len(self.plan.pieces), len(self.parts)
         if hosted and self.hosts is not None:
             return min(pieces, DEPTH * self.hosts.speakers, MOST)
-        keeps = not self.whole and any(x.codec.keeps for x in self.plan.operands)
+        keeps = self.context.piecewise and any(x.codec.keeps for x in self.plan.operands)
         return 1 if keeps else min(max(pieces, 1), DEPTH)
 
     def _sketch(self) -> None:
@@ -159,7 +163,7 @@ class Job:
         if speaker is not None and hosts is not None:
             shift = rank_shift(hosts.host, hosts.number)
             context = replace(context, rank=hosts.host, size=hosts.number, shift=shift, inputs=context.size)
-            silent = hosts.place != speaker
+            context, silent = replace(context, piecewise=True), hosts.place != speaker
         return Running(x, context, [self.states.get(s.leaf) for s in x.segments], speaker, silent)
 
 
@@ -240,8 +244,7 @@ class _Engine:
         pieces = job.plan.pieces[: job.plan.plain]
         pieces = pieces if job.whole else pieces[:1]
         self.first = [[job.start(x) for x in piece] for piece in pieces]
-        # On a device all is done in one order: nothing would overlap.
-        self.agreed = 0, len(self.first) if job.flow is not None else min(len(self.first), 1)
+        self.agreed = 0, min(len(self.first), 1) if job.ahead else len(self.first)
         self.running = [r for piece in self.first[slice(*self.agreed)] for r in piece]
         if not pending(self.running, Agree) and self.first and pending(self.first[0], Sum):
             self.queue = messages(self.first[0], job.room)

@@ -23,8 +23,9 @@ class Place:
     its back end's own, where that would have the data of the next sum (None: anywhere), and whether it sums
     lanes by itself; the hosts, where these add up their ranks' floats before they compress; the most words of
     the first message of a call, where that may be of different lengths on ranks in different calls; what lets
-    reductions on their way go on, and returns whether there are any; and, where the back end reduces in the
-    memory of devices, the board of a device by its name.
+    reductions on their way go on, and returns whether there are any; where the back end reduces in the
+    memory of devices, the board of a device by its name; and whether reductions that are begun are on their
+    way while others are made.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Place:
     first_words: int = 0
     go_on: Callable[[], bool] | None = None
     board: Callable[[str], Board] | None = None
+    overlaps: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,13 +312,13 @@ class Attempt:
             rank_shift(self.place.rank, self.place.size),
             self.reduction.step,
             stream=plan.result_bytes > STREAM_BYTES,
+            piecewise=self.place.one_host,
             stateful=self.reduction.remember,
             sums_lanes=self._lane_sums,
         )
         have = [view is not None for view in self._views]
         states = states_of(plan.specs, self.reduction.states)
         whole, measure = not self.place.one_host, self.measures
-        room, spans = self.place.room, self.spans
         looked_at, flowing = self.measures or self.call.missing, self._flowing
         flow = flowing.flow(self.reduction, context, looked_at=looked_at) if flowing is not None else None
         if flow is not None and flow.flowing:
@@ -330,10 +330,11 @@ class Attempt:
             whole=whole,
             states=states,
             measure=measure,
-            room=room,
-            spans=spans,
+            room=self.place.room,
+            spans=self.spans,
             hosts=hosts,
             first_words=self.place.first_words,
+            overlaps=self.place.overlaps,
             flow=flow,
         )
 

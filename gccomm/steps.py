@@ -57,6 +57,9 @@ class Context:
         Results are larger than the caches: write past them.
     measure : bool
         Collect what ``vnmse_estimate`` needs.
+    piecewise : bool
+        A piece is agreed upon and summed before the next one begins: what it holds meanwhile is little, and
+        stays in the caches.
     stateful : bool
         What a codec returns comes back to it in the next step; false for the functions.
     sums_lanes : bool
@@ -73,6 +76,7 @@ class Context:
     step: int = 0
     stream: bool = False
     measure: bool = False
+    piecewise: bool = False
     stateful: bool = False
     sums_lanes: bool = False
     inputs: int = 0

@@ -70,6 +70,11 @@ class MpiBackend(OnChannel):
         alone = channel.window is not None or channel.hierarchy is not None or self.size == 1
         return 0 if alone else SMALL_BYTES // 4
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether what is begun goes on while others are made: not where a host's ranks add up words."""
+        return self._channel.hierarchy is None
+
     def maximum(self, words: Words, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""
         self._reduce("maximum", words, words, MAXIMUM)

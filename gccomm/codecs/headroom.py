@@ -90,17 +90,21 @@ class Sizes(NamedTuple):
 
 
 class Rotating:
-    """Rotated blocks between their maxima and their words: kept, where they can be, or rotated again."""
+    """Rotated blocks between their maxima and their words: kept, where that is allowed, or rotated again."""
 
-    def __init__(self, x: Operand, rotations: int) -> None:
+    def __init__(self, x: Operand, ctx: Context, rotations: int) -> None:
         self.x, self.rotations = x, rotations
+        self._keep = ctx.piecewise
         self._kept: Operand | None = None
         self._left = x.blocks  # to be encoded
 
     def maxima(self, out: Words, energy: Words | None = None) -> None:
         """Write the scale words of the rotated blocks."""
-        source = self.x.rotate(out, energy, self.rotations)
-        self._kept = None if source is self.x else source
+        if self._keep:
+            source = self.x.rotate(out, energy, self.rotations)
+            self._kept = None if source is self.x else source
+        else:
+            self.x.maxima(out, energy, self.rotations)
 
     def encode(
         self, lo: int, hi: int, out: Words, scales: Words, width: int, limit: int, ctx: Context, **how: Any
@@ -161,7 +165,7 @@ def checked_steps(x: Operand, ratios: Sequence[float], ctx: Context, width: int,
         Lane width and rotations of the blocks.
     """
     own, energy, energies = np.empty(x.blocks, np.uint32), np.empty(x.blocks, np.uint32), None
-    source = Rotating(x, rotations)
+    source = Rotating(x, ctx, rotations)
 
     def measure(out: Words) -> None:
         source.maxima(own, energy)

@@ -59,7 +59,7 @@ class _OnDevice:
         self.scales: Any = None
         self._launcher = x.kernels.launcher
         self._queue = x.kernels.launcher.queue
-        self._source = Rotating(x, rotations)
+        self._source = Rotating(x, ctx, rotations)
         self._starts = x.span_starts
         self._own, self._energy = self._words(x.blocks), self._words(x.blocks)
         self._steps = self._queue.empty(x.blocks, np.float32)

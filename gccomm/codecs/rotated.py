@@ -166,14 +166,14 @@ class Rotated(SharedDither):
             )
             return
         lanes = self._widening(x, ctx)
-        source = Rotating(x if lanes is None else lanes.source, self.rotations)
+        source = Rotating(x if lanes is None else lanes.source, ctx, self.rotations)
         agreed = yield Agree(x.blocks, source.maxima)
         assert agreed is not None
         yield self._sum(x, source, agreed, ctx, lambda: None, lanes)
 
     def _clipped(self, x: Operand, ctx: Context) -> Steps:
         lanes, most = self._widening(x, ctx), threshold(self.wire_bits, ctx.size)
-        source = Rotating(x if lanes is None else lanes.source, self.rotations)
+        source = Rotating(x if lanes is None else lanes.source, ctx, self.rotations)
         own, energy = np.empty((2, x.blocks), dtype=np.uint32)
 
         def fill(out: Words) -> None:
