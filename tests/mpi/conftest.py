@@ -57,14 +57,29 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_unconfigure() -> Iterator[None]:
-    """Launchers drop what they have not read from a rank's pipe when it ends the job: let them read it."""
+def pytest_unconfigure(config: pytest.Config) -> Iterator[None]:
+    """Write what there is to say before any rank ends.
+
+    Launchers drop what they have not read from a rank's pipe when a rank ends the job, and a rank whose pipe
+    they have closed already would end with an error.
+    """
     try:
         yield
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        if _with_mpi(config) and "mpi4py.MPI" in sys.modules:
+            _meet(20)
         time.sleep(0.2)
+
+
+def _meet(timeout_s: float) -> None:
+    """Wait until all ranks are here, or so long."""
+    from mpi4py import MPI
+
+    end, request = time.monotonic() + timeout_s, MPI.COMM_WORLD.Ibarrier()
+    while not request.Test() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 @pytest.hookimpl(tryfirst=True)
