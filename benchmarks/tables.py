@@ -1,6 +1,6 @@
-"""Write the tables of the README from the committed results.
+"""Write the tables of the README and of docs/codecs/rehop.md from the committed results.
 
-    python benchmarks/tables.py            # rewrites README.md
+    python benchmarks/tables.py            # rewrites them
     python benchmarks/tables.py --check    # status 1 where it would change something
 
 A table is known by its first line. The sentences around the tables are written by hand.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-RESULTS, README = HERE / "results", HERE.parent / "README.md"
+RESULTS, ROOT = HERE / "results", HERE.parent
 LIBRARIES = ("mpich", "openmpi")
 FLOATS = ("raw", "bf16")
 PIECES = re.compile(r"MPI_Allreduce in \d+ [KM]iB")
@@ -86,32 +86,45 @@ def over_uncompressed() -> Iterator[str]:
         yield line(name, *(f"{ratio:.2f}" for ratio in ratios))
 
 
-def links() -> Iterator[str]:
-    """Milliseconds over links of 1 Gbit/s, and multiples of the bound."""
+def over_links(names: dict[str, str]) -> Iterator[str]:
+    """Milliseconds over links of 1 Gbit/s, and multiples of the bound; ways that share a row have a ;."""
     runs = [by_codec(load(f"lab_{name}")["rows"]) for name in LIBRARIES]
     yield "| | MPICH | x bound | Open MPI | x bound |"
     yield "|---" * 5 + "|"
-    rehop = {f"rehop:wire_bits={bits}": f"`rehop`, {bits} bits" for bits in (5, 4)}
-    rehop["rehop:wire_bits=5"] = "[`rehop`](docs/codecs/rehop.md), 5 bits"
-
-    def cells(*ways: str) -> Iterator[str]:
+    for ways, name in names.items():
+        cells: list[str] = []
         for run in runs:
-            rows = [run[way] for way in ways]
-            yield "; ".join(ms(row["time_us"]) for row in rows)
-            yield "; ".join(f"{row['time_us'] / row['bound_us']:.2f}" for row in rows)
+            pieces = (row for way, row in run.items() if PIECES.fullmatch(way))
+            best = {"pieces": min(pieces, key=lambda row: row["time_us"])}
+            rows = [{**run, **best}[way] for way in ways.split("; ")]
+            cells.append("; ".join(ms(row["time_us"]) for row in rows))
+            cells.append("; ".join(f"{row['time_us'] / row['bound_us']:.2f}" for row in rows))
+        yield line(name, *cells)
 
-    def pieces() -> Iterator[str]:
-        for run in runs:
-            best = min((row for way, row in run.items() if PIECES.fullmatch(way)), key=lambda r: r["time_us"])
-            yield ms(best["time_us"])
-            yield f"{best['time_us'] / best['bound_us']:.2f}"
 
-    yield line("one `MPI_Allreduce` call, float32", *cells("MPI_Allreduce"))
-    yield line("best of `MPI_Allreduce` in pieces of 256 KiB to 4 MiB", *pieces())
-    yield line("gloo float32; bfloat16 (PyTorch 2.13)", *cells("gloo", "gloo bfloat16"))
-    order = [*FLOATS, "uniform:wire_bits=8", "uniform:wire_bits=5", "rotated:wire_bits=8", *rehop]
-    for codec in order:
-        yield line(f"gccomm {({**CODECS, **rehop})[codec]}", *cells(codec))
+def links() -> Iterator[str]:
+    """What the README shows of them."""
+    ours = [
+        *FLOATS,
+        *(f"{codec}:wire_bits={w}" for codec, w in (("uniform", 8), ("uniform", 5), ("rotated", 8))),
+    ]
+    names = {
+        "MPI_Allreduce": "one `MPI_Allreduce` call, float32",
+        "pieces": "best of `MPI_Allreduce` in pieces of 256 KiB to 4 MiB",
+        "gloo; gloo bfloat16": "gloo float32; bfloat16 (PyTorch 2.13)",
+        **{codec: f"gccomm {CODECS[codec]}" for codec in ours},
+        "rehop:wire_bits=5": "gccomm [`rehop`](docs/codecs/rehop.md), 5 bits",
+        "rehop:wire_bits=4": "gccomm `rehop`, 4 bits",
+    }
+    yield from over_links(names)
+
+
+def rehop() -> Iterator[str]:
+    """What the page of `rehop` shows of them."""
+    ours = ("uniform:wire_bits=5", "rotated:wire_bits=8", "bf16")
+    names = {f"rehop:wire_bits={bits}": f"`rehop`, {bits} bits" for bits in (5, 4)}
+    names |= {codec: CODECS[codec] for codec in ours}
+    yield from over_links({**names, "gloo bfloat16": "gloo bfloat16 (PyTorch 2.13)"})
 
 
 def hierarchy() -> Iterator[str]:
@@ -188,19 +201,21 @@ def kernels() -> Iterator[str]:
         yield line(name, *(f"{found[kernel][level]:.2f}" for kernel in columns))
 
 
-TABLES: tuple[Callable[[], Iterator[str]], ...] = (
-    one_host, over_uncompressed, links, hierarchy, overlap, cost, digits, kernels,
-)  # fmt: skip
+Table = Callable[[], Iterator[str]]
+TABLES: dict[str, tuple[Table, ...]] = {
+    "README.md": (one_host, over_uncompressed, links, hierarchy, overlap, cost, digits, kernels),
+    "docs/codecs/rehop.md": (rehop,),
+}
 
 
-def rewritten(text: str) -> str:
-    """Return the README with its tables as the results say."""
-    for table in TABLES:
+def rewritten(text: str, tables: Sequence[Table]) -> str:
+    """Return a text with its tables as the results say."""
+    for table in tables:
         lines = list(table())
         pattern = re.compile(f"^{re.escape(lines[0])}\n(?:\\|.*\n)+", re.MULTILINE)
         text, found = pattern.subn(lambda _, new=lines: "\n".join(new) + "\n", text)
         if found != 1:
-            raise SystemExit(f"{README.name} has {found} tables that begin with {lines[0]!r}, not one")
+            raise SystemExit(f"there are {found} tables that begin with {lines[0]!r}, not one")
     return text
 
 
@@ -208,13 +223,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run it; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; status 1 where tables differ")
-    options = parser.parse_args(argv)
-    text = README.read_text()
-    new = rewritten(text)
-    if options.check:
-        return int(new != text)
-    README.write_text(new)
-    return 0
+    options, status = parser.parse_args(argv), 0
+    for name, tables in TABLES.items():
+        text = (ROOT / name).read_text()
+        new = rewritten(text, tables)
+        if options.check:
+            status |= new != text
+        else:
+            (ROOT / name).write_text(new)
+    return int(status)
 
 
 if __name__ == "__main__":
