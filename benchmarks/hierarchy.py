@@ -26,13 +26,11 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from gccomm_launch.arguments import byte_count
-from gccomm_launch.bench import write_json
 from gccomm_launch.bench_report import machine, make_row
 from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
 from gccomm_launch.bench_ways import Way, codec_way
 from gccomm_launch.netlab import FasterThanLinkError, Lab
-from lab import add_rounds, finish, network, settle
+from lab import finish, network, settle, show, size_and_rounds
 from mpi4py import MPI
 
 import gccomm
@@ -40,6 +38,7 @@ import gccomm
 CODECS = ("uniform:wire_bits=8", "rotated:wire_bits=8", "uniform:wire_bits=4", "bf16", "raw")
 LEVELS: dict[str, bool | None] = {"flat": False, "words": None, "floats": True}
 COLUMNS = f"{'size(B)':>11} {'levels':>7} {'codec':<20} {'wire_bytes':>11} "
+DESCRIPTION = "Time all-reduces over hosts of several ranks; start it by `gccomm netlab run`."
 HEADER = f"{COLUMNS}{'time(us)':>10} {'x flat':>7} {'vNMSE':>9}"
 
 
@@ -92,19 +91,8 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time all-reduces over hosts of several ranks; start it by `gccomm netlab run`."
-    )
-    parser.add_argument(
-        "--size", type=byte_count, default=16 << 20, help="of the float32 array (default 16M)"
-    )
-    add_rounds(parser, iters=15)
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    options, mpi = arguments(argv), MPI.COMM_WORLD
+    options, mpi = size_and_rounds(DESCRIPTION, 16 << 20, argv), MPI.COMM_WORLD
     stopper, place = Stopper(mpi), network(None, mpi)
     if isinstance(place, str):
         return finish(f"hierarchy.py: {place}", 2)
@@ -120,11 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return finish(f"hierarchy.py: refused: {error}", 1)
     report = {"machine": machine(), "ranks": mpi.size, "lab": asdict(lab), "hosts": hosts, "rows": rows}
     heading = [f"{mpi.size} ranks, {report['machine']['mpi']}", *lab.describe()]
-    if mpi.rank == 0:
-        print("\n".join([*(f"# {text}" for text in heading), HEADER, *map(line, rows)]), flush=True)
-        if options.json is not None:
-            write_json(options.json, report)
-    return 0
+    lines = [*(f"# {text}" for text in heading), HEADER, *map(line, rows)]
+    return show(options.json, report, lines)
 
 
 if __name__ == "__main__":

@@ -215,6 +215,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def size_and_rounds(description: str, size: int, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of a benchmark of one size."""
+    parser = argparse.ArgumentParser(description=description)
+    text = f"of the float32 array (default {size >> 20}M)"
+    parser.add_argument("--size", type=byte_count, default=size, help=text)
+    add_rounds(parser, iters=15)
+    return parser.parse_args(argv)
+
+
+def show(path: Any, report: dict[str, Any], lines: Sequence[str]) -> int:
+    """Let rank 0 print lines and, if there is a path, write the report; return the exit status."""
+    if MPI.COMM_WORLD.rank == 0:
+        print("\n".join(lines), flush=True)
+        if path is not None:
+            write_json(path, report)
+    return 0
+
+
 def finish(text: str, status: int) -> int:
     """Say why on rank 0, and end in a way that makes mpi4py's runner abort nothing."""
     if MPI.COMM_WORLD.rank == 0:

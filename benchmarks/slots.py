@@ -17,12 +17,10 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from gccomm_launch.arguments import byte_count
-from gccomm_launch.bench import write_json
 from gccomm_launch.bench_report import machine, make_row
 from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
 from gccomm_launch.bench_ways import Way, codec_way, mpi_ways
-from lab import add_rounds, finish
+from lab import finish, show, size_and_rounds
 from mpi4py import MPI
 
 import gccomm
@@ -36,6 +34,7 @@ CODECS = (
     "rotated:wire_bits=8",
 )
 WAYS = {"timed": 0, "through": 1, "past": 2}  # of the field `forced` of gccomm.kernels.EXCHANGE
+DESCRIPTION = "Time ways into the memory that ranks of one host share; start it by `gccomm run -n 2`."
 HEADER = f"{'size(B)':>11} {'way':>8} {'codec':<40} {'time(us)':>10} {'busbw(GB/s)':>11} {'x MPI':>6}"
 
 
@@ -83,19 +82,8 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Time ways into the memory that ranks of one host share; start it by `gccomm run -n 2`."
-    )
-    parser.add_argument(
-        "--size", type=byte_count, default=64 << 20, help="of the float32 array (default 64M)"
-    )
-    add_rounds(parser, iters=15)
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    options, mpi = arguments(argv), MPI.COMM_WORLD
+    options, mpi = size_and_rounds(DESCRIPTION, 64 << 20, argv), MPI.COMM_WORLD
     stopper = Stopper(mpi)
     if mpi.size not in (2, 3):
         return finish("slots.py: more than three ranks share the work another way: run it on 2 or 3", 2)
@@ -105,12 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoppedError:
         return finish("# interrupted", 130)
     report = {"machine": machine(), "ranks": mpi.size, "rows": rows}
-    if mpi.rank == 0:
-        heading = f"# {mpi.size} ranks, {report['machine']['mpi']}"
-        print("\n".join([heading, HEADER, *map(line, rows)]), flush=True)
-        if options.json is not None:
-            write_json(options.json, report)
-    return 0
+    heading = f"# {mpi.size} ranks, {report['machine']['mpi']}"
+    return show(options.json, report, [heading, HEADER, *map(line, rows)])
 
 
 if __name__ == "__main__":

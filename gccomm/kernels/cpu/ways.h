@@ -2,9 +2,9 @@
 //
 // Through the caches is the short way: the readers find the data in the writer's cache. But each line that
 // they have read stays in their caches, too, and must be taken from there before the slot is written again.
-// Cores that share a cache do that fast. Between others (of two chiplets or sockets) it may take ten times as
-// long as the copy, and no prefetch helps; there data go past the caches, to memory. Which cores the ranks
-// run on changes while they run, so both ways are timed now and then.
+// Cores that share a cache do that fast. Between others (of two chiplets or sockets) it may take several
+// times as long as the copy, and no prefetch helps; there data go past the caches, to memory. Which cores the
+// ranks run on changes while they run, so both ways are timed now and then.
 #pragma once
 #include <algorithm>
 #include <chrono>
