@@ -103,9 +103,16 @@ class Encoder {
         with_sink(GridSink<true>(r, grid_, q_.at), check, round);
     }
 
-    // The last pass of the rotation of a block of 1024, rounding and, if it can be, packing.
-    void round_whole(const Block& b, const Rounding& r, const Outputs& out) {
-        const auto finish = [&](auto& sink) GCCOMM_INLINE { rotator_.finish_whole(sink); };
+    // Whether a block is packed as it is rounded.
+    bool packs(const Block& b, const Outputs& out) const {
+        const bool fits = args_.width == 4 || args_.width == 8 || args_.width == 16;
+        const bool plain = args_.grid == nullptr && b.segment->res_out == 0;
+        return fits && even_ && plain && b.length == kBlock && (out.own == nullptr || out.check == nullptr);
+    }
+
+    // Rounds and packs what `finish` puts into a sink of columns.
+    template <class Function>
+    void pack_whole(const Rounding& r, const Outputs& out, Function finish) {
         const auto packing = [&]<int width>() {
             packed_ = true;
             if (out.own != nullptr) {
@@ -118,11 +125,33 @@ class Encoder {
                 return with_sink(PackingSink<false, width>(r, out.words), nullptr, finish);
             with_sink(PackingSink<true, width>(r, out.words), out.check, finish);
         };
-        const int width = even_ && b.segment->res_out == 0 ? args_.width : 0;
-        if (width == 4) return packing.template operator()<4>();
-        if (width == 8) return packing.template operator()<8>();
-        if (width == 16) return packing.template operator()<16>();
+        if (args_.width == 4) return packing.template operator()<4>();
+        if (args_.width == 8) return packing.template operator()<8>();
+        packing.template operator()<16>();
+    }
+
+    // The last pass of the rotation of a block of 1024.
+    void round_whole(const Block& b, const Rounding& r, const Outputs& out) {
+        const auto finish = [&](auto& sink) GCCOMM_INLINE { rotator_.finish_whole(sink); };
+        if (packs(b, out)) return pack_whole(r, out, finish);
         with_rounding<false>(r, out.check, finish);
+    }
+
+    // A block of 1024 where it lies, which is fetched in its order.
+    template <class Source>
+    void pack_columns(const Source& source, const Rounding& r, const Outputs& out) {
+        pack_whole(r, out, [&](auto& sink) GCCOMM_INLINE {
+            for (int j = 0; j < kBlock / 4; j += kPair) {
+                F low[4], high[4];
+                unrolled<4>([&](auto k) GCCOMM_INLINE {
+                    source.fetch(4 * j + k.at * kPair);
+                    const Pair v = source.at(j + k.at * kBlock / 4);
+                    low[k.at] = v.low;
+                    high[k.at] = v.high;
+                });
+                sink.put_column(j, low, high);
+            }
+        });
     }
 
     // Whether a block is read where it lies.
@@ -134,23 +163,27 @@ class Encoder {
         const int before = static_cast<int>(bits_of(r.factor) >> 23), after = before - scale.e;
         const bool folds = before >= 1 && before <= 254 && after >= 1 && after <= 254;
         if (folds) r.factor = float_of(bits_of(r.factor) - (static_cast<u32>(scale.e) << 23));
-        u32* check = out.check;
-        if (folds && direct(s)) {
-            u32 largest = 0;
-            watch_ = out.own == nullptr || check != nullptr || args_.grid != nullptr ? nullptr : &largest;
-            with_source(s.dtype, block_address(s.src, b),
-                        [&](auto source) { quantise(source, b.length, r, check); });
-            if (out.own != nullptr)
-                *out.own = watch_ != nullptr && largest < kInfinity ? largest : block_maximum(b);
-            watch_ = nullptr;
-            return;
-        }
+        if (folds && direct(s)) return encode_direct(b, r, out);
         if (out.own != nullptr) *out.own = block_maximum(b);
         block_values(b, x_.at);
-        if (folds) return quantise(NearFloats{x_.at}, b.length, r, check);
+        if (folds) return quantise(NearFloats{x_.at}, b.length, r, out.check);
         for (int i = 0; i < b.length; i++) scaled_.at[i] = x_.at[i];
         scale_by_power(scaled_.at, b.length, -scale.e);
-        quantise(NearFloats{scaled_.at}, b.length, r, check);
+        quantise(NearFloats{scaled_.at}, b.length, r, out.check);
+    }
+
+    void encode_direct(const Block& b, const Rounding& r, const Outputs& out) {
+        const Segment& s = *b.segment;
+        u32 largest = 0;
+        watch_ = out.own == nullptr || out.check != nullptr || args_.grid != nullptr ? nullptr : &largest;
+        const bool watched = watch_ != nullptr, packing = packs(b, out);
+        with_source(s.dtype, block_address(s.src, b), [&](auto source) {
+            packing ? pack_columns(source, r, out) : quantise(source, b.length, r, out.check);
+        });
+        watch_ = nullptr;
+        if (out.own == nullptr) return;
+        if (packing) largest = largest_;
+        *out.own = watched && largest < kInfinity ? largest : block_maximum(b);
     }
 
     void encode_wide(const Block& b, Scale scale, const Rounding& r, const Outputs& out) {
@@ -205,9 +238,7 @@ class Encoder {
 
     template <class Source, class Factor>
     void round_rotated(Source source, const Block& b, const Rounding& r, const Outputs& out, Factor factor) {
-        const bool watched = even_ && b.segment->res_out == 0 && out.check == nullptr &&
-                             (args_.width == 4 || args_.width == 8 || args_.width == 16);
-        if (b.length == kBlock && args_.grid == nullptr && (out.own == nullptr || watched)) {
+        if (b.length == kBlock && args_.grid == nullptr && (out.own == nullptr || packs(b, out))) {
             rotator_.start_whole(source, factor(kBlock));
             return round_whole(b, r, out);
         }

@@ -153,8 +153,11 @@ struct ArraySource {
     GCCOMM_FN void seek(int) const {}
     GCCOMM_FN Pair next(int i) const {
         if constexpr (memory == Memory::far) fetch_ahead(x + i, false);
-        return {Format::load_from(x + i), Format::load_from(x + i + kLanes)};
+        return at(i);
     }
+    // The same for coordinates that are not taken in their order, after fetch(), which is.
+    GCCOMM_FN Pair at(int i) const { return {Format::load_from(x + i), Format::load_from(x + i + kLanes)}; }
+    GCCOMM_FN void fetch(int i) const { fetch_ahead(x + i, false); }
     GCCOMM_FN Pair part(int i, int count) const {
         Element staged[kPair] = {};
         __builtin_memcpy(staged, x + i, sizeof(Element) * static_cast<u32>(count));

@@ -40,6 +40,9 @@ class Rounder {
         if constexpr (checked) check.add(q, h);
         return q;
     }
+    GCCOMM_FN I dithered(F v, U counter) const {
+        return GCCOMM_LEVEL::dithered<VectorOps, even>(v, r_.factor, r_.limit, shifted(bits(counter)));
+    }
     GCCOMM_FN U bits(U counter) const { return r_.noise.bits(counter); }
     GCCOMM_FN U shifted(U h) const { return h + r_.shift; }
     GCCOMM_FN I fixed(F v) const {
@@ -97,35 +100,55 @@ class WatchingSink : public Sink {
     I high_{};
 };
 
-// Packs as it rounds: for blocks of 1024 in 4, 8 or 16 bits, where coordinates 256 apart share words.
+// Packs as it rounds: for blocks of 1024 in 4, 8 or 16 bits, where coordinates 256 apart share words. Columns
+// come one after the other.
 template <bool checked, int width>
 class PackingSink : public Rounder<checked, true> {
  public:
     static constexpr bool columns = true;
-    GCCOMM_FN PackingSink(const Rounding& r, u32* words) : Rounder<checked, true>(r), words_(words) {}
+    GCCOMM_FN PackingSink(const Rounding& r, u32* words)
+        : Rounder<checked, true>(r), words_(words), next_(this->counter(0)) {}
 
     GCCOMM_FN void put_column(int j, const F (&low)[4], const F (&high)[4]) {
         put_vectors(j, low);
+        next_ += BlockNoise::step;
         put_vectors(j + kLanes, high);
+        next_ += BlockNoise::step;
     }
 
  private:
     GCCOMM_FN void put_vectors(int j, const F (&v)[4]) {
-        U q[4];
-        unrolled<4>([&](auto k)
-                        GCCOMM_INLINE { q[k.at] = (U)this->round(v[k.at], this->counter(j + 256 * k.at)); });
+        U even_lanes, odd_lanes;  // of the word of four: each two in lanes of 16 bits
+        if constexpr (checked) {
+            U q[4];
+            unrolled<4>([&](auto k)
+                            GCCOMM_INLINE { q[k.at] = (U)this->round(v[k.at], column_counter(k.at)); });
+            even_lanes = q[0] + (q[2] << 16);
+            odd_lanes = q[1] + (q[3] << 16);
+        } else {
+            I y[4];  // what is above the point of the third and fourth is where it belongs already
+            unrolled<4>([&](auto k)
+                            GCCOMM_INLINE { y[k.at] = this->dithered(v[k.at], column_counter(k.at)); });
+            even_lanes = (U)(y[0] >> 16) + ((U)y[2] & 0xFFFF0000u);
+            odd_lanes = (U)(y[1] >> 16) + ((U)y[3] & 0xFFFF0000u);
+        }
         if constexpr (width == 16) {
-            store(words_ + j, q[0] + (q[2] << 16));
-            store(words_ + j + 256, q[1] + (q[3] << 16));
+            store(words_ + j, even_lanes);
+            store(words_ + j + 256, odd_lanes);
             return;
         }
-        const U word = q[0] + (q[1] << 8) + (q[2] << 16) + (q[3] << 24);
+        const U word = even_lanes + (odd_lanes << 8);
         if (width == 8 || j < 128) return store(words_ + j, word);
         u32* other = words_ + j - 128;
         store(other, load<U>(other) + (word << 4));
     }
 
+    GCCOMM_FN U column_counter(int column) const {
+        return next_ + 256 * static_cast<u32>(column) * kGolden;
+    }
+
     u32* words_;
+    U next_;  // counter of the next column's first vector
 };
 
 // The points of a grid: for each of g steps, the point below in the upper half, the way to the next in the
