@@ -143,6 +143,8 @@ class Job:
         """Return how many words an operand's sum takes, those of its sketch included."""
         if self.plan.lane_sums and x.codec.sums_lanes and x.on_host:
             return 2 * x.blocks + x.count  # counters and the like: the lanes themselves go elsewhere
+        if x.direct is not None and x.codec.adds(x.direct[0], mean=x.mean):
+            return 0
         return x.message_room + (len(x.sketch.words) if x.sketch is not None else 0)
 
     def speaker(self, number: int) -> int | None:

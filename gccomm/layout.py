@@ -7,6 +7,7 @@ between encode, wire and decode.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,6 +36,7 @@ SPAN = 64  # blocks of one tensor that are checked together; pieces end between 
 MIN_PART = 64  # smallest part of a block that is rotated by itself
 MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
 PIECE_COORDINATES = 1 << 20
+LARGE = 64  # times as many, where the back end goes through a piece chunk by chunk
 
 FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
 ITEM_BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4}
@@ -131,8 +133,16 @@ class LeafSpec:
         Where the back end sums lanes chunk by chunk, pieces need not fit into the caches.
         """
         if lane_sums and self.route.sums_lanes and self.device == "cpu":
-            return 1 / 64, 0
+            return 1 / LARGE, 0
         return self.route.weight(self.item_bytes), self.item_bytes
+
+    def alone(self, coordinates: int) -> bool:
+        """Return whether pieces are of this array alone, where the back end works chunk by chunk: it is added
+        up where it lies, and longer than a piece.
+        """
+        here = self.device == "cpu" and not self.feedback
+        size = math.prod(self.row_shape)
+        return here and size > coordinates and self.route.adds(self.dtype, mean=self.mean)
 
     @property
     def staged(self) -> bool:
@@ -178,8 +188,8 @@ def cut(
     bucket_bytes : int
         Most bytes of input that are fused into one piece.
     lane_sums : bool
-        The back end sums lanes chunk by chunk: what codecs have it sum so may be in pieces of 64 times as
-        many coordinates, however many bytes those are.
+        The back end works chunk by chunk: lanes that codecs have it sum so, and arrays that it adds up where
+        they lie, may be in pieces of :data:`LARGE` times as many coordinates, however many bytes those are.
     leaves : sequence of int, optional
         Only these.
     """
@@ -189,6 +199,13 @@ def cut(
     room_bytes = bucket_bytes
     for leaf in range(len(specs)) if leaves is None else leaves:
         spec = specs[leaf]
+        if lane_sums and spec.alone(piece_coordinates):
+            pieces.extend([piece] if piece else [])
+            most = LARGE * piece_coordinates, 0
+            ranges = _ranges(spec, (1, 0), [], most, most)
+            pieces.extend([Range(leaf, start, count)] for start, count, _ in ranges)
+            piece, room, room_bytes = [], piece_coordinates, bucket_bytes
+            continue
         load, whole = spec.load(lane_sums), (piece_coordinates, bucket_bytes)
         for start, count, full in _ranges(spec, load, piece, (room, room_bytes), whole):
             if full:

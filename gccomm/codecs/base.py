@@ -103,6 +103,13 @@ class Codec(ABC):
     on_devices: bool = True
     device_words: ClassVar[bool] = False
 
+    def adds(self, dtype: str, *, mean: bool) -> bool:
+        """Return whether the back end adds up arrays of this dtype as they are: where a piece is one range of
+        one array, it is read from there and its sum written to the result.
+        """
+        del dtype, mean
+        return False
+
     def repeats(self, ctx: Context) -> bool:
         """Return whether its steps on one array follow from operand and context alone: neither state nor
         ``ctx.step`` matters, it begins with an agreement on at most a word a block, or with nothing to agree

@@ -31,6 +31,10 @@ class _Floats(Codec):
         """Return the float type that ``x`` travels in."""
         raise TypeError(f"{type(self).__name__} names no wire dtype for {x!r}")
 
+    def adds(self, dtype: str, *, mean: bool) -> bool:
+        """Return whether it is the wire's own float type; of 16 bits for sums only: means are rounded once."""
+        return dtype == self.sums_as and not (mean and dtype in _HALVES)
+
     def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the length: one float a coordinate."""
         return lengths
@@ -50,7 +54,7 @@ class _Floats(Codec):
         del state
         wire = self.wire_dtype(x)
         direct = None
-        if x.direct is not None and x.direct[0] == wire and (wire not in _HALVES or not x.mean):
+        if x.direct is not None and self.adds(x.direct[0], mean=x.mean):
             direct = _as_sent(x.direct[1], wire), _as_sent(x.direct[2], wire)
         yield FloatSum(
             wire,
@@ -83,6 +87,11 @@ class Raw(_Floats):
     sums_as = "float32"
     rounds: ClassVar[bool] = False
     rounding: str = "none"
+
+    def adds(self, dtype: str, *, mean: bool) -> bool:
+        """Return True for float32 and float64."""
+        del mean
+        return dtype in ("float32", "float64")
 
     def weight(self, item_bytes: int) -> int:
         """Return the words of a coordinate: 2 for float64."""

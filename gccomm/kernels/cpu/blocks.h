@@ -54,7 +54,7 @@ inline void load_floats(DType dtype, const void* in, int n, float* out) {
 inline void load_doubles(const double* in, int n, double* out) {
     int i = 0;
     for (; i + 8 <= n; i += 8) {
-        prefetch(in + i + kAhead);
+        prefetch_second(in + i + kAhead);
         __builtin_memcpy(out + i, in + i, 8 * sizeof(double));
     }
     for (; i < n; i++) out[i] = in[i];

@@ -33,16 +33,20 @@ GCCOMM_FN void flow(Source&& source, const Sink sink, int n) {
     if (i < n) put_part(source, sink, i, n - i);
 }
 
-// Fetches what lies some blocks ahead of a pair at `address`. What is read goes to the first-level cache
-// alone: it is read once, and the others keep what the program and the other ranks have there.
-template <class Element>
-GCCOMM_FN void fetch_ahead(const Element* address, bool to_write) {
+// Fetches what lies some blocks ahead of a pair at `address`: into the second-level cache, but into the first
+// one, and there alone, for loads that jump about in a block.
+enum class Fetch { first, second, write };
+
+template <Fetch where, class Element>
+GCCOMM_FN void fetch_ahead(const Element* address) {
     const Element* ahead = address + kAhead;
     for (u32 i = 0; i < kPair; i += kLineBytes / sizeof(Element)) {
-        if (to_write)
+        if constexpr (where == Fetch::write)
             __builtin_prefetch(ahead + i, 1, 3);
-        else
+        else if constexpr (where == Fetch::first)
             __builtin_prefetch(ahead + i, 0, 0);
+        else
+            prefetch_second(ahead + i);
     }
 }
 
@@ -70,7 +74,7 @@ struct SinkBase {
             store(out + i, v);
     }
     GCCOMM_FN void fetch(int i) const {
-        if constexpr (memory == Memory::far) fetch_ahead(out + i, true);
+        if constexpr (memory == Memory::far) fetch_ahead<Fetch::write>(out + i);
     }
 };
 
@@ -152,12 +156,12 @@ struct ArraySource {
     const Element* x;
     GCCOMM_FN void seek(int) const {}
     GCCOMM_FN Pair next(int i) const {
-        if constexpr (memory == Memory::far) fetch_ahead(x + i, false);
+        if constexpr (memory == Memory::far) fetch_ahead<Fetch::second>(x + i);
         return at(i);
     }
     // The same for coordinates that are not taken in their order, after fetch(), which is.
     GCCOMM_FN Pair at(int i) const { return {Format::load_from(x + i), Format::load_from(x + i + kLanes)}; }
-    GCCOMM_FN void fetch(int i) const { fetch_ahead(x + i, false); }
+    GCCOMM_FN void fetch(int i) const { fetch_ahead<Fetch::first>(x + i); }
     GCCOMM_FN Pair part(int i, int count) const {
         Element staged[kPair] = {};
         __builtin_memcpy(staged, x + i, sizeof(Element) * static_cast<u32>(count));
@@ -172,7 +176,7 @@ struct ScaledDoubles {
     double first, second;
     GCCOMM_FN void seek(int) const {}
     GCCOMM_FN Pair next(int i) const {
-        fetch_ahead(x + i, false);
+        fetch_ahead<Fetch::second>(x + i);
         return {vector(x + i), vector(x + i + kLanes)};
     }
     GCCOMM_FN Pair part(int i, int count) const {

@@ -13,8 +13,8 @@ inline T largest_pattern(const T* x, int n) {
     V high[2] = {};
     int i = 0;
     for (; i + 2 * step <= n; i += 2 * step) {
-        prefetch(x + i + kAhead);
-        prefetch(x + i + step + kAhead);
+        prefetch_second(x + i + kAhead);
+        prefetch_second(x + i + step + kAhead);
         for (int k = 0; k < 2; k++) {
             const V v = load<V>(x + i + k * step) & mask;
             high[k] = v > high[k] ? v : high[k];

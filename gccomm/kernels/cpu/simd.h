@@ -53,7 +53,9 @@ GCCOMM_FN void store(void* address, V v) {
     __builtin_memcpy(address, &v, sizeof v);
 }
 
+// Into the first-level cache, and into the second: what is on its way to the first one holds up other loads.
 GCCOMM_FN void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+GCCOMM_FN void prefetch_second(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 GCCOMM_FN U iota() {
     U v{};
