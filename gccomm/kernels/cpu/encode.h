@@ -139,9 +139,13 @@ class Encoder {
 
     // A block of 1024 where it lies, which is fetched in its order.
     template <class Source>
-    void pack_columns(const Source& source, const Rounding& r, const Outputs& out) {
+    void pack_columns(const Source& source, const Block& b, const Rounding& r, const Outputs& out) {
+        const bool inside = b.number - b.segment->block0 + args_.ahead < b.segment->nblocks;
+        const i64 later = inside ? args_.ahead * kBlock : 0;
         pack_whole(r, out, [&](auto& sink) GCCOMM_INLINE {
             for (int j = 0; j < kBlock / 4; j += kPair) {
+                if (later != 0)
+                    for (int k = 0; k < 4; k++) source.fetch_later(later + 4 * j + k * kPair);
                 F low[4], high[4];
                 unrolled<4>([&](auto k) GCCOMM_INLINE {
                     source.fetch(4 * j + k.at * kPair);
@@ -178,7 +182,7 @@ class Encoder {
         watch_ = out.own == nullptr || out.check != nullptr || args_.grid != nullptr ? nullptr : &largest;
         const bool watched = watch_ != nullptr, packing = packs(b, out);
         with_source(s.dtype, block_address(s.src, b), [&](auto source) {
-            packing ? pack_columns(source, r, out) : quantise(source, b.length, r, out.check);
+            packing ? pack_columns(source, b, r, out) : quantise(source, b.length, r, out.check);
         });
         watch_ = nullptr;
         if (out.own == nullptr) return;

@@ -249,6 +249,7 @@ class LaneExchange {
         args.rotations = kept ? 0 : job_.rotations;
         args.maxima = at_block<std::uint32_t>(job_.maxima, first(k));
         args.subtract = !kept && job_.subtract;
+        args.ahead = job_.agree && job_.rotations == 0 ? 2 * job_.chunk : 0;
         kernels().encode(kept ? kept_batch(k) : batch(k), args);
         args.words.data[word_count(k)] = tag(k);
         if (way == Way::direct)

@@ -162,6 +162,8 @@ struct ArraySource {
     // The same for coordinates that are not taken in their order, after fetch(), which is.
     GCCOMM_FN Pair at(int i) const { return {Format::load_from(x + i), Format::load_from(x + i + kLanes)}; }
     GCCOMM_FN void fetch(int i) const { fetch_ahead<Fetch::first>(x + i); }
+    // Fetches what comes later into the second-level cache.
+    GCCOMM_FN void fetch_later(i64 i) const { fetch_ahead<Fetch::second>(x + i - kAhead); }
     GCCOMM_FN Pair part(int i, int count) const {
         Element staged[kPair] = {};
         __builtin_memcpy(staged, x + i, sizeof(Element) * static_cast<u32>(count));

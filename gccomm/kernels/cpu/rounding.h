@@ -143,9 +143,7 @@ class PackingSink : public Rounder<checked, true> {
         store(other, load<U>(other) + (word << 4));
     }
 
-    GCCOMM_FN U column_counter(int column) const {
-        return next_ + 256 * static_cast<u32>(column) * kGolden;
-    }
+    GCCOMM_FN U column_counter(int column) const { return next_ + 256 * static_cast<u32>(column) * kGolden; }
 
     u32* words_;
     U next_;  // counter of the next column's first vector

@@ -68,6 +68,7 @@ struct EncodeArgs {
     bool subtract;             // decoding takes the dither off, so that residuals leave it out
     const std::int32_t* grid;  // [g, low of each step, gap of each step], or null
     const float* gains;        // of the whole batch, or null: values are multiplied by them first
+    std::int64_t ahead;        // blocks, to what is fetched from memory meanwhile for later, or 0
 };
 
 struct DecodeArgs {
