@@ -116,7 +116,7 @@ class Repeat:
         wire.tag, outcome = tag_of(call), Outcome(stats=wire.stats)
         first = agree[: max(MESSAGE_WORDS, self._end)]
         yield from wire.move(Maximum(first), first.nbytes)
-        if (agree[:HEADER_WORDS] != self._header).any():
+        if agree[:HEADER_WORDS].tobytes() != self._header.tobytes():  # less time than NumPy takes to compare
             outcome.error = yield from verify(call, context.rank, context.size, agree)
             if outcome.error is not None:
                 return outcome

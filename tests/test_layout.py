@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gccomm.codecs import Codec, get_codec
 from gccomm.codecs.exact import Integers, TwoWords
-from gccomm.layout import BLOCK, PIECE_COORDINATES, SPAN, Geometry, LeafSpec, Range, cut
+from gccomm.layout import BLOCK, LARGE, PIECE_COORDINATES, SPAN, Geometry, LeafSpec, Range, cut
 
 Shape = tuple[int, ...]
 EDGES = [1, 2, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049]
@@ -188,6 +188,45 @@ def test_a_large_leaf_is_cut_at_the_piece_size() -> None:
 def test_the_bucket_limits_bytes_of_input() -> None:
     pieces = cut([spec(i, (1024,), ROUTES[0]) for i in range(4)], bucket_bytes=2 * 4096)
     assert pieces == [[Range(0, 0, 1), Range(1, 0, 1)], [Range(2, 0, 1), Range(3, 0, 1)]]
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "mean", "alone"),
+    [
+        ("raw", "float32", True, True),
+        ("raw", "float64", False, True),
+        ("raw", "bfloat16", False, False),
+        ("bf16", "float32", False, False),
+        ("bf16", "bfloat16", False, True),
+        ("bf16", "bfloat16", True, False),
+        ("fp16", "float16", False, True),
+        ("qsgd-mn", "float32", False, False),
+    ],
+)
+def test_long_arrays_that_are_added_up_where_they_lie_are_pieces_of_their_own(
+    codec: str, dtype: str, mean: bool, alone: bool
+) -> None:
+    small, long = (
+        LeafSpec(key, dtype, (size,), (size,), get_codec(codec), mean)
+        for key, size in (("a", 5000), ("b", 3 * PIECE_COORDINATES))
+    )
+    pieces = cut([small, long, small], lane_sums=True)
+    assert ([Range(1, 0, 3 * PIECE_COORDINATES // BLOCK)] in pieces) is alone
+    assert [r.leaf for piece in pieces for r in piece if r.leaf != 1] == [0, 2]
+    assert [Range(1, 0, 3 * PIECE_COORDINATES // BLOCK)] not in cut([small, long, small])
+    residuals = replace(long, feedback=True)
+    assert len(cut([residuals], lane_sums=True)) > 1
+
+
+def test_pieces_of_one_array_have_a_limit_too() -> None:
+    size = 2 * LARGE * 4096 + 5
+    spec = LeafSpec("a", "float32", (size,), (size,), get_codec("raw"), True)
+    pieces = cut([spec], 4096, lane_sums=True)
+    assert [[(r.start, r.blocks) for r in piece] for piece in pieces] == [
+        [(0, 4 * LARGE)],
+        [(4 * LARGE, 4 * LARGE)],
+        [(8 * LARGE, 1)],
+    ]
 
 
 def test_text_of_a_spec_names_all_that_ranks_must_share() -> None:

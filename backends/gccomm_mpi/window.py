@@ -93,6 +93,10 @@ class Window:
         self._state = self._shared_state()
         self._state_at = kernels.address(self._state)
         self._progress = self._state.view(np.uint8)[_PROGRESS:]
+        # Views of its fields, which take less time than fields that are looked up by their names.
+        self._before, self._spins, self._ended, *self._seconds = (
+            self._state[name] for name in ("number", "spins", "finished", "encode_s", "decode_s")
+        )
         self._early: set[int] = set()  # messages that were finished before older ones
 
     def _shared_state(self) -> Array:
@@ -169,16 +173,17 @@ class Window:
                 raise BackendError(f"rank {self._rank}: {error}") from error
 
         self._exchange(name, go_on)
-        return float(self._state["encode_s"][0]), float(self._state["decode_s"][0])
+        encode_s, decode_s = self._seconds
+        return float(encode_s[0]), float(decode_s[0])
 
     def _exchange(self, name: str, go_on: Callable[[int], bool]) -> None:
         """Call until all is done; each wait has a clock of its own. No message may be open."""
         state, where = self._state, self._state_at
-        self._progress[:] = 0
-        state["number"] = self._number
-        state["spins"] = _LOOKS if self._hurried() else _LONG
+        self._progress.fill(0)
+        self._before[0] = self._number
+        self._spins[0] = _LOOKS if self._hurried() else _LONG
         if go_on(where):  # the others were there
-            self._number = self._finished = self._number + int(state["finished"][0]) & _MASK
+            self._number = self._finished = self._number + int(self._ended[0]) & _MASK
             return
         done, before = False, 0
 
@@ -190,7 +195,7 @@ class Window:
         while not done:
             before = int(state["posted"][0] + state["finished"][0])
             self._until(moves, name)
-        self._number = self._finished = self._number + int(state["finished"][0]) & _MASK
+        self._number = self._finished = self._number + int(self._ended[0]) & _MASK
 
     def post(self, name: str, send: Array, recv: Array, kind: str, streams: bool = False) -> Posted:
         """Begin to reduce `send`, of at most a slot, into `recv`; two messages may be on their way."""

@@ -32,7 +32,7 @@ class _Floats(Codec):
         raise TypeError(f"{type(self).__name__} names no wire dtype for {x!r}")
 
     def adds(self, dtype: str, *, mean: bool) -> bool:
-        """Return whether it is the wire's own float type; of 16 bits for sums only: means are rounded once."""
+        """Return whether it is the wire's own float type; of 16 bits for sums, as means are rounded once."""
         return dtype == self.sums_as and not (mean and dtype in _HALVES)
 
     def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

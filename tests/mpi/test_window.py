@@ -139,6 +139,31 @@ def test_a_rank_without_an_array_takes_part_in_its_sum(world: Any, codec: str, p
                 assert (np.asarray(found[key], np.float32) == total).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_long_arrays_are_added_up_where_they_lie(world: Any, dtype: Any, op: str) -> None:
+    """Also among short ones, from addresses inside a cache line, of any strides, and over their input."""
+    kind = np.dtype(dtype).name
+    sizes = {"a": 3000, "long": 2_500_001, "b": 70_000, "other": 1_100_000, "c": 1}
+    scale = world.size if op == "mean" else 1
+    wanted = {key: expected(kind, world.size, n).astype(dtype) / dtype(scale) for key, n in sizes.items()}
+
+    def tree(offset: int, stride: int = 1) -> dict[str, Any]:
+        made = {}
+        for key, n in sizes.items():
+            made[key] = np.empty(n * stride + offset, dtype)[offset::stride]
+            made[key][:] = draw(kind, world.rank, n)
+        return made
+
+    with gccomm.init("mpi") as comm:
+        for x, over in ((tree(0), False), (tree(1), False), (tree(0, 2), False), (tree(3), True)):
+            out = x if over else None
+            found = comm.compressed_allreduce(x, codec="raw", op=op, out=out)
+            for key in sizes:
+                np.testing.assert_array_equal(found[key], wanted[key], err_msg=key)
+        assert comm.stats.messages < 12 or world.size > FEW_RANKS
+
+
 def test_floats_get_the_same_bits_on_every_rank(backend: Any, world: Any) -> None:
     for count in (1000, 300_001):
         x = np.random.default_rng(world.rank).standard_normal(count).astype(np.float32)
