@@ -200,7 +200,7 @@ def test_the_bucket_limits_bytes_of_input() -> None:
         ("bf16", "bfloat16", False, True),
         ("bf16", "bfloat16", True, False),
         ("fp16", "float16", False, True),
-        ("qsgd-mn", "float32", False, False),
+        ("thc", "float32", False, False),
     ],
 )
 def test_long_arrays_that_are_added_up_where_they_lie_are_pieces_of_their_own(
