@@ -75,6 +75,37 @@ class SumSource {
     U counter_{};
 };
 
+// The same of a whole block in lanes that fill words, in its order, from words whose lanes are independent:
+// the bias was added, and then taken out of each.
+template <int width, bool subtract>
+class LaneSource {
+    static constexpr int kWords = kBlock * width / 32;
+
+ public:
+    GCCOMM_FN LaneSource(const u32* words, const Unrounding& r)
+        : words_(words), r_(r), counter_(r.noise.counter(0)) {}
+
+    GCCOMM_FN Pair next(int i) {
+        const int j = i % kWords, above = 32 - width * (i / kWords + 1);  // bits above the lane
+        return {vector(j, above), vector(j + kLanes, above)};
+    }
+
+ private:
+    GCCOMM_FN F vector(int j, int above) {
+        const I sum = ((I)(load<U>(words_ + j) << above) >> (17 - width)) & ~0x7FFF;  // times 2^15
+        I correction = I{} + r_.offset;
+        if constexpr (subtract) {
+            correction = undither<VectorOps>(r_.noise.bits(counter_), r_.centre, r_.offset);
+            counter_ += BlockNoise::step;
+        }
+        return __builtin_convertvector(sum + correction, F) * r_.first;
+    }
+
+    const u32* words_;
+    const Unrounding r_;
+    U counter_;
+};
+
 class Decoder {
  public:
     explicit Decoder(const DecodeArgs& args)
@@ -96,11 +127,13 @@ class Decoder {
         if (s == 0) r.first = 0;
         if (nonfinite_scale(s, wide)) r.first = float_of(0x7FC00000u);
         const int later = wide ? wide_factors(scale.e) : factors(scale.e, r);
-        unpack(args_.width, words, count, q_);
+        void* dst = block_address(b.segment->dst, b);
         if (energy != nullptr) *energy = 0;
+        if (args_.rotations != 0 && b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32)
+            return rotate_back(b, r, scale.e, words, check, energy);
+        unpack(args_.width, words, count, q_);
         if (args_.rotations != 0) return decode_rotated(b, r, scale.e, later, check, energy);
 
-        void* dst = block_address(b.segment->dst, b);
         if (dst == nullptr || later != 0 || args_.width == 32) {
             stage(b.length, r, x_.at, check, energy);
             if (dst != nullptr) store_values(b, dst, x_.at, wide ? scale.e : later);
@@ -137,25 +170,59 @@ class Decoder {
         f(DoubleSink<Memory::far>(out, wide_factor(e)));
     }
 
+    // A whole block.
+    void rotate_back(const Block& b, Unrounding r, int e, const u32* words, u32* check, u32* energy) {
+        const float last = prepare(b, r);
+        r.first *= rotator_.unscale(kBlock);
+        if (check != nullptr || energy != nullptr || !fits(args_.width)) {
+            unpack(args_.width, words, words_of(kBlock, args_.width), q_);
+            stage(kBlock, r, x_.at, check, energy);
+        } else if (args_.subtract) {
+            stage_lanes<true>(r, words);
+        } else {
+            stage_lanes<false>(r, words);
+        }
+        NearFloats source{x_.at};
+        rotator_.start_whole_back(source);
+        void* dst = block_address(b.segment->dst, b);
+        const bool stream = args_.stream && reinterpret_cast<u64>(dst) % kLineBytes == 0;
+        with_any_sink(b, dst, e, stream,
+                      [&](auto sink) GCCOMM_INLINE { rotator_.finish_whole_back(sink, last); });
+    }
+
+    // Decoded values of a whole block without extras.
+    template <bool subtract>
+    void stage_lanes(const Unrounding& r, const u32* words) {
+        const NearSink sink{{x_.at}};
+        const auto go = [&]<int width>() {
+            constexpr u32 bias = lane_bias(width);
+            u32* lanes = reinterpret_cast<u32*>(q_.at);
+            for (int j = 0; j < kBlock * width / 32; j += kLanes)
+                store(lanes + j, (load<U>(words + j) + bias) ^ bias);
+            LaneSource<width, subtract> source(lanes, r);
+            for (int i = 0; i < kBlock; i += kPair) sink.put(i, source.next(i));
+        };
+        if (args_.width == 4) return go.template operator()<4>();
+        if (args_.width == 8) return go.template operator()<8>();
+        go.template operator()<16>();
+    }
+
     void decode_rotated(const Block& b, Unrounding r, int e, int later, u32* check, u32* energy) {
         void* dst = block_address(b.segment->dst, b);
-        const float last = r.twice ? r.second : 1.0f;
-        r.twice = false;
-        rotator_.set(b);
-        if (b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32) {
-            r.first *= rotator_.unscale(kBlock);
-            stage(kBlock, r, x_.at, check, energy);
-            NearFloats source{x_.at};
-            rotator_.start_whole_back(source);
-            const bool stream = args_.stream && reinterpret_cast<u64>(dst) % kLineBytes == 0;
-            return with_any_sink(b, dst, e, stream,
-                                 [&](auto sink) GCCOMM_INLINE { rotator_.finish_whole_back(sink, last); });
-        }
+        const float last = prepare(b, r);
         stage(padded(b.length), r, x_.at, check, energy);
         if (dst == nullptr) return;
         NearFloats source{x_.at};
         rotator_.unrotate(source, b.length, last);
         store_values(b, dst, rotator_.values(), is_wide(b.segment->dtype) ? e : later);
+    }
+
+    // Returns the factor that is applied after the rotation.
+    float prepare(const Block& b, Unrounding& r) {
+        const float last = r.twice ? r.second : 1.0f;
+        r.twice = false;
+        rotator_.set(b);
+        return last;
     }
 
     // Decoded values into a buffer.

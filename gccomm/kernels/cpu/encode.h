@@ -105,9 +105,9 @@ class Encoder {
 
     // Whether a block is packed as it is rounded.
     bool packs(const Block& b, const Outputs& out) const {
-        const bool fits = args_.width == 4 || args_.width == 8 || args_.width == 16;
         const bool plain = args_.grid == nullptr && b.segment->res_out == 0;
-        return fits && even_ && plain && b.length == kBlock && (out.own == nullptr || out.check == nullptr);
+        return fits(args_.width) && even_ && plain && b.length == kBlock &&
+               (out.own == nullptr || out.check == nullptr);
     }
 
     // Rounds and packs what `finish` puts into a sink of columns.

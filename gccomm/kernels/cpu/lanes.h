@@ -11,6 +11,9 @@ struct alignas(kLineBytes) Integers {
     i32 at[room];
 };
 
+// Whether lanes fill words, and a block of 1024 whole vectors of words.
+GCCOMM_FN constexpr bool fits(int width) { return width == 4 || width == 8 || width == 16; }
+
 GCCOMM_FN void zero_after(Integers& q, int n) {
     __builtin_memset(q.at + n, 0, sizeof q.at[0] * static_cast<u32>(Integers::room - n));
 }

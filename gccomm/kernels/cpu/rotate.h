@@ -50,18 +50,56 @@ GCCOMM_FN F lane_butterflies(F x) {
         return x;
 }
 
+// Butterfly n of those of vector_butterflies(), in the same order.
+template <int n, int count>
+GCCOMM_FN void vector_butterfly(F (&v)[count]) {
+    constexpr int stride = 1 << n / (count / 2), place = n % (count / 2);
+    constexpr int i = (place & -stride) * 2 + place % stride;
+    const F a = v[i], b = v[i + stride];
+    v[i] = a + b;
+    v[i + stride] = a - b;
+}
+
+// Butterflies between the lanes of vectors 2 k and 2 k + 1 of the span at i; between them and after them
+// `meanwhile` is called with 0 and 1.
+template <int k, int count, class Source, class Function>
+GCCOMM_FN void first_lanes(Source& source, int i, F (&v)[count], Function meanwhile) {
+    const Pair pair = source.next(i + k * kPair);
+    v[2 * k] = lane_butterflies(pair.low);
+    meanwhile(Constant<0>{});
+    v[2 * k + 1] = lane_butterflies(pair.high);
+    meanwhile(Constant<1>{});
+}
+
+// With many registers, the vectors of one span and the lanes of the next have their butterflies by turns:
+// they wait for other units of the processor, and each for its own results.
 template <int span, class Source>
 GCCOMM_FN void first_pass(Source& source, int from, int to, float* out) {
     constexpr int count = span / kLanes;
-    for (int i = from; i < to; i += span) {
-        F v[count];
+    constexpr bool by_turns = GCCOMM_SIMD == 512 && count == 16;
+    F v[count], next[count];
+    const auto lanes = [&](int i, F(&target)[count], auto meanwhile) GCCOMM_INLINE {
         unrolled<count / 2>([&](auto k) GCCOMM_INLINE {
-            const Pair pair = source.next(i + k.at * kPair);
-            v[2 * k.at] = lane_butterflies(pair.low);
-            v[2 * k.at + 1] = lane_butterflies(pair.high);
+            first_lanes<k.at>(source, i, target, [&](auto part) GCCOMM_INLINE { meanwhile(k, part); });
         });
-        vector_butterflies(v);
+    };
+    const auto nothing = [](auto, auto) GCCOMM_INLINE {};
+    const auto two = [&](auto k, auto part) GCCOMM_INLINE {
+        if constexpr (by_turns) {
+            vector_butterfly<4 * k.at + 2 * part.at>(v);
+            vector_butterfly<4 * k.at + 2 * part.at + 1>(v);
+        }
+    };
+    if constexpr (by_turns) lanes(from, v, nothing);
+    for (int i = from; i < to; i += span) {
+        const bool more = by_turns && i + span < to;
+        if constexpr (!by_turns) lanes(i, v, nothing);
+        if (more)
+            lanes(i + span, next, two);
+        else
+            vector_butterflies(v);
         unrolled<count>([&](auto k) GCCOMM_INLINE { store(out + i + k.at * kLanes, v[k.at]); });
+        if (more) unrolled<count>([&](auto k) GCCOMM_INLINE { v[k.at] = next[k.at]; });
     }
 }
 
