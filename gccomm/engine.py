@@ -143,8 +143,8 @@ class Job:
         """Return how many words an operand's sum takes, those of its sketch included."""
         if self.plan.lane_sums and x.codec.sums_lanes and x.on_host:
             return 2 * x.blocks + x.count  # counters and the like: the lanes themselves go elsewhere
-        if x.direct is not None and x.codec.adds(x.direct[0], mean=x.mean):
-            return 0
+        if self.plan.lane_sums and x.count == 1 and x.specs[0].added:
+            return 0  # equal on all ranks, as messages follow from it, though one may have no array to add
         return x.message_room + (len(x.sketch.words) if x.sketch is not None else 0)
 
     def speaker(self, number: int) -> int | None:

@@ -2,7 +2,7 @@
 
 Blocks belong to the tensor, so a result does not depend on how tensors are fused. A *piece* is what travels
 in one message: consecutive ranges of blocks of one or more tensors, small enough to stay in the caches
-between encode, wire and decode.
+between encode, wire and decode, but where the back end goes through it chunk by chunk.
 """
 
 from __future__ import annotations
@@ -136,13 +136,18 @@ class LeafSpec:
             return 1 / LARGE, 0
         return self.route.weight(self.item_bytes), self.item_bytes
 
-    def alone(self, coordinates: int) -> bool:
-        """Return whether pieces are of this array alone, where the back end works chunk by chunk: it is added
-        up where it lies, and longer than a piece.
-        """
+    @property
+    def added(self) -> bool:
+        """Whether the back end adds it up where it lies."""
         here = self.device == "cpu" and not self.feedback
-        size = math.prod(self.row_shape)
-        return here and size > coordinates and self.route.adds(self.dtype, mean=self.mean)
+        return here and self.route.adds(self.dtype, mean=self.mean)
+
+    def alone(self, coordinates: int) -> bool:
+        """Return whether pieces are of this array alone, where the back end works chunk by chunk: one of more
+        than so many coordinates that is added up where it lies. Means are divided while pieces are in the
+        caches.
+        """
+        return self.added and not self.mean and math.prod(self.row_shape) > coordinates
 
     @property
     def staged(self) -> bool:

@@ -257,6 +257,8 @@ class Piece:
                 step.finish()
         else:
             dtype = STORAGE[step.dtype]
+            if nbytes > 4 * (len(self.words) // 2 * 2):
+                self.words = self.wire.scratch(-(-nbytes // 8) * 2)
             buffer: Buffer = self.words[: len(self.words) // 2 * 2].view(dtype)[: step.count]
             placed = self._place(nbytes)
             sent: Buffer = buffer if placed is None else placed.view(dtype)

@@ -39,7 +39,7 @@ class Plan:
     nones : sequence of str
         Keys that are None on all ranks: part of the layout, nothing to send.
     lane_sums : bool
-        The back end sums lanes chunk by chunk: pieces may be larger than the caches.
+        The back end works chunk by chunk: pieces may be larger than the caches.
     hosts : int
         Number of hosts that add up what codecs round before it is compressed; 0: they do not.
 

@@ -377,17 +377,17 @@ class Attempt:
         return (memory.address(old) if old is not None and size else 0), memory.address(new)
 
     def _direct(self, plan: Plan) -> None:
-        """Let a float sum read and write an array in place of a copy, where a piece is one range of one
-        array.
-        """
+        """Let float sums read and write arrays, or zeros where there is none, instead of copies of them."""
         for x in plan.operands:
             x.forget()
-            segment = x.segments[0]
-            view, spec = self._views[segment.leaf], plan.specs[segment.leaf]
-            if x.count == 1 and view is not None and not spec.feedback and spec.device == "cpu":
-                lo = plan.geometries[segment.leaf].offset(segment.start)
-                hi = plan.geometries[segment.leaf].offset(segment.start + segment.blocks)
-                x.direct = spec.dtype, view.data[lo:hi], self._results[segment.leaf][lo:hi]
+            leaf, start, blocks = x.segments[0]
+            view, spec = self._views[leaf], plan.specs[leaf]
+            if x.count == 1 and spec.device == "cpu" and (spec.added if view is None else not spec.feedback):
+                part = slice(*map(plan.geometries[leaf].offset, (start, start + blocks)))
+                result = self._results[leaf][part]
+                if view is None:
+                    result[...] = 0
+                x.direct = spec.dtype, result if view is None else view.data[part], result
 
     def release(self) -> None:
         """Let go of the arrays that the cached plan refers to; the call is over."""

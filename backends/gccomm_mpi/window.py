@@ -135,7 +135,9 @@ class Window:
         placed = kernels.address(send) == int(self._tables[self._turn][self._rank])
         # Ranks must make the same messages: all have words in their slots, but floats may lie anywhere.
         whole = placed and (kind in _WORDS or recv.nbytes <= self.chunk_bytes)
-        if not whole and not self._open and self._size <= FEW_RANKS:
+        if not whole and self._size <= FEW_RANKS:
+            for message in list(self._open):
+                self.finish(message)
             self._in_chunks(name, send, recv, JOININGS[kind], streams)
             return
         step = (self.slot_bytes if whole else self.chunk_bytes) // recv.itemsize

@@ -76,8 +76,8 @@ def _divide(result: Buffer, size: int) -> None:
 
 
 class Raw(_Floats):
-    """No compression: float32 (float64 for float64) summed by the back end, in pieces that stay in the
-    caches.
+    """No compression: float32 (float64 for float64) summed by the back end, in pieces or chunks that stay in
+    the caches.
 
     16-bit inputs are summed in float32, so that neither the sum overflows nor a mean underflows on the way.
     The order of the additions, and so the last bits, are the back end's.
