@@ -280,3 +280,29 @@ def test_ends_of_the_range(magnitude: float, rotations: int) -> None:
     tensors = [Tensor(x.astype(kind), kind, 2048) for kind in ("float32", "float64")]
     for _ in range(3):
         Case(tensors, Options.draw(rotations, rng), rng).run()
+
+
+@pytest.mark.parametrize("width", ln.WIDTHS)
+@pytest.mark.parametrize("rotations", [1, 2])
+def test_results_at_the_start_of_cache_lines(rotations: int, width: int) -> None:
+    """Whole blocks, of which one is finished while the next one begins; others between them."""
+    rng = np.random.default_rng([rotations, width, 1])
+    for n in (1, 2, 3, 4):
+        kinds = ["float32", "float32", "float64", "float32", "bfloat16", "float32"]
+        sizes = [4096, 3 * 1024, 2048, 1024, 1024, 2048 + 100]
+        tensors = [make(kind, size, rng) for kind, size in zip(kinds, sizes, strict=True)]
+        for tensor, power in zip(tensors, (0, 20, 0, -40, 0, 33), strict=True):
+            if tensor.dtype == "float32":
+                tensor.x = np.ldexp(rng.standard_normal(tensor.x.size), power).astype(np.float32)
+        p = Options.draw(rotations, rng)
+        safe = ln.safe_limit(min(width, 16), n)
+        p = dataclasses.replace(p, width=width, limit=safe, n=n, ratios=False, subtract=True, grid=None)
+        case = Case(tensors, dataclasses.replace(p, clamp=0), rng)
+        for k, result in enumerate(case.batch.results):
+            aligned = kernels.pool_empty(result.nbytes).view(result.dtype)
+            assert kernels.address(aligned) % 64 == 0
+            case.batch.results[k] = aligned
+            case.batch.table["dst"][k] = kernels.address(aligned)
+        for _ in every_level():
+            case.check_decode(extras=False, stream=True)
+            case.check_decode(extras=False, stream=False)

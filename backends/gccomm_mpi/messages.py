@@ -26,8 +26,10 @@ Array = npt.NDArray[Any]
 # Elements per MPI call: counts and byte counts stay far from 2^31 in every library.
 MAX_COUNT = 1 << 28
 
-# In either table the first one is kept to unless another is clearly faster.
+# In either table the first one is kept to unless another is clearly faster; of large sums of two ranks, which
+# swap whole arrays, the direct one: as many bytes as round a ring, but nothing waits for a sum to come back.
 ALGORITHMS = {"ring": ring, "direct": exchange, "halving": halving, "mpi": by_mpi}
+_OF_TWO = ("direct", *(name for name in ALGORITHMS if name != "direct"))
 _SMALL = {"halving": doubling, "mpi": by_mpi}
 
 
@@ -73,7 +75,8 @@ class Messages:
         def moves(known: str) -> Moves:
             return table[known](self.link, send, recv, operator)
 
-        return self._begin(name, "large sums" if large else "small sums", recv, tuple(table), moves)
+        names = _OF_TWO if large and self.size == 2 else tuple(table)
+        return self._begin(name, "large sums" if large else "small sums", recv, names, moves)
 
     def combine(self, name: str, operation: str, seed: int, words: Array) -> None:
         """Reduce words over the ranks by an operation of gccomm's own, in place."""

@@ -75,35 +75,46 @@ class SumSource {
     U counter_{};
 };
 
-// The same of a whole block in lanes that fill words, in its order, from words whose lanes are independent:
-// the bias was added, and then taken out of each.
+// The same of a whole block in lanes that fill words, in its order, from words in which the bias was added to
+// every lane.
 template <int width, bool subtract>
 class LaneSource {
     static constexpr int kWords = kBlock * width / 32;
+    static constexpr u32 kField = ((1u << width) - 1) << 15;  // a lane times 2^15
+    static constexpr u32 kBias = 1u << (width + 14);          // that of the words
 
  public:
     GCCOMM_FN LaneSource(const u32* words, const Unrounding& r)
-        : words_(words), r_(r), counter_(r.noise.counter(0)) {}
+        : words_(words),
+          r_(r),
+          counter_(r.noise.counter(0)),
+          constant_(static_cast<u32>(r.offset) - kBias +
+                    (subtract ? static_cast<u32>(r.centre.offset) - 0x7FFFu + (kField + 0x8000u) : 0u)) {}
 
     GCCOMM_FN Pair next(int i) {
-        const int j = i % kWords, above = 32 - width * (i / kWords + 1);  // bits above the lane
-        return {vector(j, above), vector(j + kLanes, above)};
+        const int j = i % kWords, k = i / kWords;
+        return {vector(j, k), vector(j + kLanes, k)};
     }
 
  private:
-    GCCOMM_FN F vector(int j, int above) {
-        const I sum = ((I)(load<U>(words_ + j) << above) >> (17 - width)) & ~0x7FFF;  // times 2^15
-        I correction = I{} + r_.offset;
+    GCCOMM_FN F vector(int j, int k) {
+        const U lane = rolled(load<U>(words_ + j), (47 - width * k) % 32);
+        U sum;
         if constexpr (subtract) {
-            correction = undither<VectorOps>(r_.noise.bits(counter_), r_.centre, r_.offset);
+            // What is taken off is below 2^15: its complement goes below the lane, with ones above the lane.
+            const U dither = VectorOps::times_upper(r_.noise.bits(counter_), r_.centre.ranks) >> 17;
+            sum = selected(kField, lane, dither);
             counter_ += BlockNoise::step;
+        } else {
+            sum = lane & kField;
         }
-        return __builtin_convertvector(sum + correction, F) * r_.first;
+        return __builtin_convertvector((I)(sum + constant_), F) * r_.first;
     }
 
     const u32* words_;
     const Unrounding r_;
     U counter_;
+    const u32 constant_;
 };
 
 class Decoder {
@@ -131,6 +142,7 @@ class Decoder {
         if (energy != nullptr) *energy = 0;
         if (args_.rotations != 0 && b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32)
             return rotate_back(b, r, scale.e, words, check, energy);
+        finish();
         unpack(args_.width, words, count, q_);
         if (args_.rotations != 0) return decode_rotated(b, r, scale.e, later, check, energy);
 
@@ -141,6 +153,14 @@ class Decoder {
         }
         const auto go = [&](auto sink) { dequantise(sink, b.length, r, check, energy); };
         with_any_sink(b, dst, scale.e, args_.stream, go);
+    }
+
+    // Does what is left of the last block.
+    void finish() {
+        if (later_ == nullptr) return;
+        FloatSink<Memory::streamed> sink{{later_}};
+        rotator_.finish_whole_back(sink, [](int) GCCOMM_INLINE {});
+        later_ = nullptr;
     }
 
  private:
@@ -172,39 +192,76 @@ class Decoder {
 
     // A whole block.
     void rotate_back(const Block& b, Unrounding r, int e, const u32* words, u32* check, u32* energy) {
-        const float last = prepare(b, r);
+        void* dst = block_address(b.segment->dst, b);
+        const bool stream = args_.stream && reinterpret_cast<u64>(dst) % kLineBytes == 0;
+        const bool plain = check == nullptr && energy == nullptr && fits(args_.width);
+        float last = r.second;
+        if (one_factor(r, e)) {
+            r.first *= r.second;
+            last = 1;
+        }
+        r.twice = false;
         r.first *= rotator_.unscale(kBlock);
-        if (check != nullptr || energy != nullptr || !fits(args_.width)) {
+        if (plain && stream && last == 1 && args_.subtract && b.segment->dtype == DType::float32)
+            return rotate_back_later(b, r, words, static_cast<float*>(dst));
+        finish();
+        rotator_.set(b);
+        if (!plain) {
             unpack(args_.width, words, words_of(kBlock, args_.width), q_);
             stage(kBlock, r, x_.at, check, energy);
         } else if (args_.subtract) {
-            stage_lanes<true>(r, words);
+            stage_lanes<true>(r, words, [](auto put) { put_all(put); });
         } else {
-            stage_lanes<false>(r, words);
+            stage_lanes<false>(r, words, [](auto put) { put_all(put); });
         }
         NearFloats source{x_.at};
         rotator_.start_whole_back(source);
-        void* dst = block_address(b.segment->dst, b);
-        const bool stream = args_.stream && reinterpret_cast<u64>(dst) % kLineBytes == 0;
         with_any_sink(b, dst, e, stream,
                       [&](auto sink) GCCOMM_INLINE { rotator_.finish_whole_back(sink, last); });
     }
 
-    // Decoded values of a whole block without extras.
-    template <bool subtract>
-    void stage_lanes(const Unrounding& r, const u32* words) {
+    // Whether both factors may be applied before the rotation: the second is a power of two, and no number on
+    // the way leaves the normal range.
+    bool one_factor(const Unrounding& r, int e) const {
+        return args_.ratios == nullptr && (bits_of(r.second) & 0x7FFFFFu) == 0 && e >= -32 && e <= 32;
+    }
+
+    // All but the last pass, which is done while the next block's values are staged: memory takes what goes
+    // past the caches at a slower pace than the pass alone would give it.
+    void rotate_back_later(const Block& b, const Unrounding& r, const u32* words, float* dst) {
+        float* before = later_;
+        stage_lanes<true>(r, words, [&](auto put) GCCOMM_INLINE {
+            if (before == nullptr) return put_all(put);
+            FloatSink<Memory::streamed> sink{{before}};
+            rotator_.finish_whole_back(sink, [&](int j) GCCOMM_INLINE {
+                for (int i = 4 * j; i < 4 * (j + kPair); i += kPair) put(i);
+            });
+        });
+        rotator_.set(b);
+        NearFloats source{x_.at};
+        rotator_.start_whole_back(source);
+        later_ = dst;
+    }
+
+    template <class Put>
+    static GCCOMM_FN void put_all(Put put) {
+        for (int i = 0; i < kBlock; i += kPair) put(i);
+    }
+
+    // Decoded values of a whole block without extras: go(put) calls put(i) for each pair, in order.
+    template <bool subtract, class Function>
+    void stage_lanes(const Unrounding& r, const u32* words, Function go) {
         const NearSink sink{{x_.at}};
-        const auto go = [&]<int width>() {
+        const auto all = [&]<int width>() {
             constexpr u32 bias = lane_bias(width);
             u32* lanes = reinterpret_cast<u32*>(q_.at);
-            for (int j = 0; j < kBlock * width / 32; j += kLanes)
-                store(lanes + j, (load<U>(words + j) + bias) ^ bias);
+            for (int j = 0; j < kBlock * width / 32; j += kLanes) store(lanes + j, load<U>(words + j) + bias);
             LaneSource<width, subtract> source(lanes, r);
-            for (int i = 0; i < kBlock; i += kPair) sink.put(i, source.next(i));
+            go([&](int i) GCCOMM_INLINE { sink.put(i, source.next(i)); });
         };
-        if (args_.width == 4) return go.template operator()<4>();
-        if (args_.width == 8) return go.template operator()<8>();
-        go.template operator()<16>();
+        if (args_.width == 4) return all.template operator()<4>();
+        if (args_.width == 8) return all.template operator()<8>();
+        all.template operator()<16>();
     }
 
     void decode_rotated(const Block& b, Unrounding r, int e, int later, u32* check, u32* energy) {
@@ -304,6 +361,7 @@ class Decoder {
     Rotator rotator_;
     Floats x_;
     Doubles wide_;
+    float* later_ = nullptr;  // where the block goes whose last pass is left
 };
 
 // The words of a block, of all ranks.
@@ -347,6 +405,7 @@ inline void decode(const Batch& batch, const DecodeArgs& args) {
         const u32* words = args.parts == nullptr ? args.words.data + at : sum.of(args, at, c.words);
         decoder.decode(c.block, args.scales[c.index], ratio, words, c.words, check, energy);
     }
+    decoder.finish();
     if (args.stream) stream_fence();
 }
 

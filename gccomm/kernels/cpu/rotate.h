@@ -104,9 +104,10 @@ GCCOMM_FN void first_pass(Source& source, int from, int to, float* out) {
 }
 
 // The strides from 1 to length / 2 / radix of `length` coordinates are done; this does the others. They go to
-// `sink` times `scale`; to a sink of columns, all that lie length / radix apart at a time.
-template <int radix, bool scaled, class Sink>
-GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink& sink) {
+// `sink` times `scale`; to a sink of columns, all that lie length / radix apart at a time. `meanwhile` is
+// called with the place of each pair that is done.
+template <int radix, bool scaled, class Sink, class Function>
+GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink& sink, Function meanwhile) {
     const int stride = length / radix;
     for (int j = from; j < from + stride; j += kPair) {
         F low[radix], high[radix];
@@ -127,7 +128,13 @@ GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink
                     sink.put(j + k.at * stride, pair);
             });
         }
+        meanwhile(j);
     }
+}
+
+template <int radix, bool scaled, class Sink>
+GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink& sink) {
+    last_pass<radix, scaled>(x, from, length, scale, sink, [](int) GCCOMM_INLINE {});
 }
 
 using NearSink = FloatSink<Memory::near>;
@@ -200,6 +207,14 @@ struct FlippedSink {
         const Pair w = signs.flip(i, v);
         sink.put(i, {w.low * factor, w.high * factor});
     }
+};
+
+template <class Sink>
+struct SignedSink {
+    static constexpr bool columns = false;
+    Sink& sink;
+    const Signs& signs;
+    GCCOMM_FN void put(int i, Pair v) { sink.put(i, signs.flip(i, v)); }
 };
 
 // Rotates blocks; sources give whole pairs up to the padded length.
@@ -277,6 +292,13 @@ class Rotator {
     GCCOMM_FN void finish_whole_back(Sink& sink, float factor) {
         FlippedSink<Sink> flipped{sink, signs_[0], factor};
         finish_whole(flipped);
+    }
+
+    // The same, without a factor; `meanwhile` as of last_pass().
+    template <class Sink, class Function>
+    GCCOMM_FN void finish_whole_back(Sink& sink, Function meanwhile) {
+        SignedSink<Sink> flipped{sink, signs_[0]};
+        last_pass<kRadix, false>(y_.at, 0, kBlock, 1, flipped, meanwhile);
     }
 
     // What a part is multiplied by before it is rotated back.

@@ -171,6 +171,24 @@ GCCOMM_FN F flipped(F x, U words, int n) {
 #endif
 }
 
+// Each lane with its bits rolled to the left by n, 0 <= n < 32.
+GCCOMM_FN U rolled(U x, int n) {
+#if GCCOMM_SIMD == 512
+    return (U)_mm512_rolv_epi32((__m512i)x, (__m512i)(U{} + static_cast<u32>(n)));
+#else
+    return (x << n) | ((x >> 1) >> (31 - n));
+#endif
+}
+
+// The bits of `yes` where those of `mask` are set, elsewhere the opposite of those of `no`.
+GCCOMM_FN U selected(u32 mask, U yes, U no) {
+#if GCCOMM_SIMD == 512
+    return (U)_mm512_ternarylogic_epi32((__m512i)yes, (__m512i)(U{} + mask), (__m512i)no, 0xD1);
+#else
+    return (yes & mask) | ~(no | mask);
+#endif
+}
+
 GCCOMM_FN U widen(U16 x) { return __builtin_convertvector(x, U); }
 
 // Two vectors of numbers below 2^16 as one of 16-bit numbers. (Named instructions: gcc makes long shuffles of
