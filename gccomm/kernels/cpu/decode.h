@@ -82,14 +82,11 @@ class LaneSource {
     static constexpr int kWords = kBlock * width / 32;
     static constexpr u32 kField = ((1u << width) - 1) << 15;  // a lane times 2^15
     static constexpr u32 kBias = 1u << (width + 14);          // that of the words
+    static constexpr bool kSelects = GCCOMM_SIMD == 512;
 
  public:
     GCCOMM_FN LaneSource(const u32* words, const Unrounding& r)
-        : words_(words),
-          r_(r),
-          counter_(r.noise.counter(0)),
-          constant_(static_cast<u32>(r.offset) - kBias +
-                    (subtract ? static_cast<u32>(r.centre.offset) - 0x7FFFu + (kField + 0x8000u) : 0u)) {}
+        : words_(words), r_(r), counter_(r.noise.counter(0)), constant_(constant(r)) {}
 
     GCCOMM_FN Pair next(int i) {
         const int j = i % kWords, k = i / kWords;
@@ -97,18 +94,31 @@ class LaneSource {
     }
 
  private:
+    static GCCOMM_FN u32 constant(const Unrounding& r) {
+        const u32 plain = static_cast<u32>(r.offset) - kBias;
+        if constexpr (!subtract) return plain;
+        return plain + static_cast<u32>(r.centre.offset) + (kSelects ? kField + 0x8000u - 0x7FFFu : 0u);
+    }
+
     GCCOMM_FN F vector(int j, int k) {
-        const U lane = rolled(load<U>(words_ + j), (47 - width * k) % 32);
+        const U word = load<U>(words_ + j);
         U sum;
         if constexpr (subtract) {
-            // What is taken off is below 2^15: its complement goes below the lane, with ones above the lane.
             const U dither = VectorOps::times_upper(r_.noise.bits(counter_), r_.centre.ranks) >> 17;
-            sum = selected(kField, lane, dither);
+            // Where one instruction does it, the complement goes below the lane, with ones above the lane.
+            if constexpr (kSelects)
+                sum = selected(kField, rolled(word, (47 - width * k) % 32), dither);
+            else
+                sum = field(word, k) - dither;
             counter_ += BlockNoise::step;
         } else {
-            sum = lane & kField;
+            sum = field(word, k);
         }
         return __builtin_convertvector((I)(sum + constant_), F) * r_.first;
+    }
+
+    static GCCOMM_FN U field(U word, int k) {
+        return (word << (32 - width * (k + 1))) >> (17 - width) & kField;
     }
 
     const u32* words_;
@@ -143,6 +153,9 @@ class Decoder {
         if (args_.rotations != 0 && b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32)
             return rotate_back(b, r, scale.e, words, check, energy);
         finish();
+        if (GCCOMM_SIMD == 512 && args_.rotations == 0 && b.length == kBlock && dst != nullptr &&
+            later == 0 && !r.twice && check == nullptr && energy == nullptr && fits(args_.width))
+            return decode_whole(b, r, dst, scale.e, words);
         unpack(args_.width, words, count, q_);
         if (args_.rotations != 0) return decode_rotated(b, r, scale.e, later, check, energy);
 
@@ -190,6 +203,39 @@ class Decoder {
         f(DoubleSink<Memory::far>(out, wide_factor(e)));
     }
 
+    // A whole block that was not rotated, without extras.
+    void decode_whole(const Block& b, const Unrounding& r, void* dst, int e, const u32* words) {
+        with_any_sink(b, dst, e, args_.stream, [&](auto sink) GCCOMM_INLINE {
+            if (sink.head(kBlock) == 0)
+                return with_lanes(r, words, [&](auto& source) GCCOMM_INLINE { put_all(source, sink); });
+            unpack(args_.width, words, words_of(kBlock, args_.width), q_);
+            with_sums(r, nullptr, nullptr, [&](auto& source) GCCOMM_INLINE { flow(source, sink, kBlock); });
+        });
+    }
+
+    // Calls f with the source of the decoded values of a whole block.
+    template <class Function>
+    void with_lanes(const Unrounding& r, const u32* words, Function f) {
+        if (args_.subtract)
+            with_lanes<true>(r, words, f);
+        else
+            with_lanes<false>(r, words, f);
+    }
+
+    template <bool subtract, class Function>
+    void with_lanes(const Unrounding& r, const u32* words, Function f) {
+        const auto all = [&]<int width>() {
+            constexpr u32 bias = lane_bias(width);
+            u32* lanes = reinterpret_cast<u32*>(q_.at);
+            for (int j = 0; j < kBlock * width / 32; j += kLanes) store(lanes + j, load<U>(words + j) + bias);
+            LaneSource<width, subtract> source(lanes, r);
+            f(source);
+        };
+        if (args_.width == 4) return all.template operator()<4>();
+        if (args_.width == 8) return all.template operator()<8>();
+        all.template operator()<16>();
+    }
+
     // A whole block.
     void rotate_back(const Block& b, Unrounding r, int e, const u32* words, u32* check, u32* energy) {
         void* dst = block_address(b.segment->dst, b);
@@ -202,17 +248,17 @@ class Decoder {
         }
         r.twice = false;
         r.first *= rotator_.unscale(kBlock);
-        if (plain && stream && last == 1 && args_.subtract && b.segment->dtype == DType::float32)
+        if (GCCOMM_SIMD == 512 && plain && stream && last == 1 && args_.subtract &&
+            b.segment->dtype == DType::float32)
             return rotate_back_later(b, r, words, static_cast<float*>(dst));
         finish();
         rotator_.set(b);
         if (!plain) {
             unpack(args_.width, words, words_of(kBlock, args_.width), q_);
             stage(kBlock, r, x_.at, check, energy);
-        } else if (args_.subtract) {
-            stage_lanes<true>(r, words, [](auto put) { put_all(put); });
         } else {
-            stage_lanes<false>(r, words, [](auto put) { put_all(put); });
+            const NearSink sink{{x_.at}};
+            with_lanes(r, words, [&](auto& source) GCCOMM_INLINE { put_all(source, sink); });
         }
         NearFloats source{x_.at};
         rotator_.start_whole_back(source);
@@ -226,15 +272,16 @@ class Decoder {
         return args_.ratios == nullptr && (bits_of(r.second) & 0x7FFFFFu) == 0 && e >= -32 && e <= 32;
     }
 
-    // All but the last pass, which is done while the next block's values are staged: memory takes what goes
-    // past the caches at a slower pace than the pass alone would give it.
+    // All but the last pass, which is done while the next block's values are staged, where there are
+    // registers for both: memory takes what goes past the caches at a slower pace than the pass alone would
+    // give it.
     void rotate_back_later(const Block& b, const Unrounding& r, const u32* words, float* dst) {
-        float* before = later_;
-        stage_lanes<true>(r, words, [&](auto put) GCCOMM_INLINE {
-            if (before == nullptr) return put_all(put);
-            FloatSink<Memory::streamed> sink{{before}};
+        const NearSink staged{{x_.at}};
+        with_lanes<true>(r, words, [&](auto& source) GCCOMM_INLINE {
+            if (later_ == nullptr) return put_all(source, staged);
+            FloatSink<Memory::streamed> sink{{later_}};
             rotator_.finish_whole_back(sink, [&](int j) GCCOMM_INLINE {
-                for (int i = 4 * j; i < 4 * (j + kPair); i += kPair) put(i);
+                for (int i = 4 * j; i < 4 * (j + kPair); i += kPair) staged.put(i, source.next(i));
             });
         });
         rotator_.set(b);
@@ -243,25 +290,9 @@ class Decoder {
         later_ = dst;
     }
 
-    template <class Put>
-    static GCCOMM_FN void put_all(Put put) {
-        for (int i = 0; i < kBlock; i += kPair) put(i);
-    }
-
-    // Decoded values of a whole block without extras: go(put) calls put(i) for each pair, in order.
-    template <bool subtract, class Function>
-    void stage_lanes(const Unrounding& r, const u32* words, Function go) {
-        const NearSink sink{{x_.at}};
-        const auto all = [&]<int width>() {
-            constexpr u32 bias = lane_bias(width);
-            u32* lanes = reinterpret_cast<u32*>(q_.at);
-            for (int j = 0; j < kBlock * width / 32; j += kLanes) store(lanes + j, load<U>(words + j) + bias);
-            LaneSource<width, subtract> source(lanes, r);
-            go([&](int i) GCCOMM_INLINE { sink.put(i, source.next(i)); });
-        };
-        if (args_.width == 4) return all.template operator()<4>();
-        if (args_.width == 8) return all.template operator()<8>();
-        all.template operator()<16>();
+    template <class Source, class Sink>
+    static GCCOMM_FN void put_all(Source& source, const Sink& sink) {
+        for (int i = 0; i < kBlock; i += kPair) sink.put(i, source.next(i));
     }
 
     void decode_rotated(const Block& b, Unrounding r, int e, int later, u32* check, u32* energy) {
