@@ -4,6 +4,13 @@
 
 namespace gccomm::GCCOMM_LEVEL {
 
+// Of any number of words at any place; not complete before a stream_fence().
+inline void stream_words(const u32* from, u32* to, int count) {
+    const bool whole = reinterpret_cast<u64>(to) % kLineBytes == 0 && count % (kLineBytes / 4) == 0;
+    if (!whole) return static_cast<void>(__builtin_memcpy(to, from, sizeof(u32) * static_cast<u64>(count)));
+    for (int i = 0; i < count; i += kLanes) stream(to + i, load<U>(from + i));
+}
+
 // `to` must lie at the start of a cache line.
 inline void stream_copy(const void* from, void* to, i64 nbytes) {
     constexpr i64 kFetch = 2048;  // bytes ahead

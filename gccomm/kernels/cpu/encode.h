@@ -1,5 +1,6 @@
 // Lane codecs, forward: scale, round with shared dither, pack; residuals and check words on the way.
 #pragma once
+#include "copy.h"
 #include "energy.h"
 #include "rounding.h"
 
@@ -345,7 +346,10 @@ inline void encode(const Batch& batch, const EncodeArgs& args) {
         for (int i = 0; i < c.words; i += kLineBytes / 4)  // other ranks may have had them last
             __builtin_prefetch(words + 2 * c.words + i, 1, 3);
         encoder.encode(c.block, args.scales[c.index], ratio, {words, c.words, check, own, gain});
+        // Block by block, so that memory takes it while the next one is encoded.
+        if (args.twin != nullptr) stream_words(words, args.twin + (words - args.words.data), c.words);
     }
+    if (args.twin != nullptr) stream_fence();
 }
 
 }  // namespace gccomm::GCCOMM_LEVEL

@@ -43,7 +43,12 @@ class Messages {
         at_.apart = (at_.apart & ~bit_of(k)) | (way == Way::past ? bit_of(k) : 0);
     }
 
+    // The same of one that has been written there, past the caches, along with this rank's own.
+    void written(std::int64_t k) { at_.apart |= bit_of(k); }
+
     Way way(std::int64_t nbytes) { return ways_.next(nbytes); }
+
+    bool timed() const { return ways_.timed(); }
 
     // The slots of all ranks, but for this rank's part, which is read at `own` if it went past the caches.
     const std::uint64_t* parts(const std::uint64_t* slots, std::int64_t k, const void* own) {
@@ -250,12 +255,18 @@ class LaneExchange {
         args.maxima = at_block<std::uint32_t>(job_.maxima, first(k));
         args.subtract = !kept && job_.subtract;
         args.ahead = job_.agree && job_.rotations == 0 ? 2 * job_.chunk : 0;
+        const bool twice = way == Way::past && !messages_.timed();
+        args.twin = twice ? static_cast<std::uint32_t*>(slot) : nullptr;
         kernels().encode(kept ? kept_batch(k) : batch(k), args);
         args.words.data[word_count(k)] = tag(k);
-        if (way == Way::direct)
+        if (twice) {
+            args.twin[word_count(k)] = tag(k);
+            messages_.written(k);
+        } else if (way == Way::direct) {
             at_.apart &= ~bit_of(k);
-        else
+        } else {
             messages_.put(k, written, slot, nbytes, way);
+        }
         messages_.post();
         at_.encode_s += since(start);
         return true;

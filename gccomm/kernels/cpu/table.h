@@ -69,6 +69,7 @@ struct EncodeArgs {
     const std::int32_t* grid;  // [g, low of each step, gap of each step], or null
     const float* gains;        // of the whole batch, or null: values are multiplied by them first
     std::int64_t ahead;        // blocks, to what is fetched from memory meanwhile for later, or 0
+    std::uint32_t* twin;       // where the words go as well, past the caches, or null
 };
 
 struct DecodeArgs {

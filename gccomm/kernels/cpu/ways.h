@@ -36,9 +36,13 @@ class Ways {
         if (times_.forced != 0) return static_cast<Way>(times_.forced);
         const std::int64_t turn = times_.messages++;
         if (turn < kWarm) return Way::direct;
-        if (turn < kWarm + 6 || turn % kPeriod < 2) return turn % 2 == 0 ? Way::through : Way::past;
+        timed_ = turn < kWarm + 6 || turn % kPeriod < 2;
+        if (timed_) return turn % 2 == 0 ? Way::through : Way::past;
         return middle(times_.through) > kSlow * middle(times_.past) ? Way::past : Way::direct;
     }
+
+    // Whether the next copy is for the clock.
+    bool timed() const { return timed_; }
 
     // Copies a message into a slot.
     void copy(const void* from, void* slot, std::int64_t nbytes, Way way) {
@@ -68,6 +72,7 @@ class Ways {
     }
 
     WayTimes& times_;
+    bool timed_ = false;
 };
 
 }  // namespace gccomm
