@@ -26,10 +26,11 @@ Array = npt.NDArray[Any]
 # Elements per MPI call: counts and byte counts stay far from 2^31 in every library.
 MAX_COUNT = 1 << 28
 
-# In either table the first one is kept to unless another is clearly faster; of large sums of two ranks, which
-# swap whole arrays, the direct one: as many bytes as round a ring, but nothing waits for a sum to come back.
+# In either table the first one is kept to unless another is clearly faster. Where two ranks make one sum at a
+# time, that is the direct one, in which they swap whole arrays: as many bytes as round a ring, but nothing
+# waits for a sum to come back. Several at a time are better off in rings, which keep them in order.
 ALGORITHMS = {"ring": ring, "direct": exchange, "halving": halving, "mpi": by_mpi}
-_OF_TWO = ("direct", *(name for name in ALGORITHMS if name != "direct"))
+_SWAPS = ("direct", *(name for name in ALGORITHMS if name != "direct"))
 _SMALL = {"halving": doubling, "mpi": by_mpi}
 
 
@@ -63,20 +64,27 @@ class Messages:
             return
         count = PIECE_BYTES // recv.itemsize if self._large(recv) else self.max_count
         for source, target in pieces(send, recv, min(self.max_count, count)):
-            flight = self.begin(name, source, target, operator)
+            flight = self._reduce(name, source, target, operator, alone=True)
             if flight is not None:
                 self.channel.land(flight)
 
     def begin(self, name: str, send: Array, recv: Array, operator: Operator) -> Flight | None:
         """Begin to reduce at most `PIECE_BYTES`; None: it is complete, while algorithms are on trial."""
+        return self._reduce(name, send, recv, operator, alone=False)
+
+    def _reduce(
+        self, name: str, send: Array, recv: Array, operator: Operator, *, alone: bool
+    ) -> Flight | None:
         large = self._large(recv)
         table: dict[str, Callable[..., Moves]] = ALGORITHMS if large else self._small()
 
         def moves(known: str) -> Moves:
             return table[known](self.link, send, recv, operator)
 
-        names = _OF_TWO if large and self.size == 2 else tuple(table)
-        return self._begin(name, "large sums" if large else "small sums", recv, names, moves)
+        kind, names = "large sums" if large else "small sums", tuple(table)
+        if large and alone and self.size == 2:
+            kind, names = "large sums, one at a time", _SWAPS
+        return self._begin(name, kind, recv, names, moves)
 
     def combine(self, name: str, operation: str, seed: int, words: Array) -> None:
         """Reduce words over the ranks by an operation of gccomm's own, in place."""
