@@ -4,11 +4,13 @@
 
 namespace gccomm::GCCOMM_LEVEL {
 
-// Of any number of words at any place; not complete before a stream_fence().
-inline void stream_words(const u32* from, u32* to, int count) {
-    const bool whole = reinterpret_cast<u64>(to) % kLineBytes == 0 && count % (kLineBytes / 4) == 0;
-    if (!whole) return static_cast<void>(__builtin_memcpy(to, from, sizeof(u32) * static_cast<u64>(count)));
-    for (int i = 0; i < count; i += kLanes) stream(to + i, load<U>(from + i));
+// Copies the whole lines before `end`, and returns where the rest begins; `to` must lie at the start of a
+// cache line. Not complete before a stream_fence().
+inline const u32* stream_lines(const u32* from, const u32* end, u32* to) {
+    constexpr int kLine = kLineBytes / sizeof(u32);
+    for (; end - from >= kLine; from += kLine, to += kLine)
+        for (int k = 0; k < kLine; k += kLanes) stream(to + k, load<U>(from + k));
+    return from;
 }
 
 // `to` must lie at the start of a cache line.

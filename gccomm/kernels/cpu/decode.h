@@ -153,7 +153,9 @@ class Decoder {
         if (args_.rotations != 0 && b.length == kBlock && dst != nullptr && later == 0 && args_.width != 32)
             return rotate_back(b, r, scale.e, words, check, energy);
         finish();
-        const bool whole = args_.rotations == 0 && b.length == kBlock && dst != nullptr && later == 0;
+        const bool lined = !args_.stream || reinterpret_cast<u64>(dst) % kLineBytes == 0;
+        const bool whole =
+            args_.rotations == 0 && b.length == kBlock && dst != nullptr && later == 0 && lined;
         const bool plain = !r.twice && check == nullptr && energy == nullptr;
         // 16-bit lanes come from memory as fast the other way.
         if (GCCOMM_SIMD == 512 && whole && plain && (args_.width == 4 || args_.width == 8))
@@ -208,10 +210,7 @@ class Decoder {
     // A whole block that was not rotated, without extras.
     void decode_whole(const Block& b, const Unrounding& r, void* dst, int e, const u32* words) {
         with_any_sink(b, dst, e, args_.stream, [&](auto sink) GCCOMM_INLINE {
-            if (sink.head(kBlock) == 0)
-                return with_lanes(r, words, [&](auto& source) GCCOMM_INLINE { put_all(source, sink); });
-            unpack(args_.width, words, words_of(kBlock, args_.width), q_);
-            with_sums(r, nullptr, nullptr, [&](auto& source) GCCOMM_INLINE { flow(source, sink, kBlock); });
+            with_lanes(r, words, [&](auto& source) GCCOMM_INLINE { put_all(source, sink); });
         });
     }
 

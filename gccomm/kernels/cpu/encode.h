@@ -336,6 +336,7 @@ class Encoder {
 inline void encode(const Batch& batch, const EncodeArgs& args) {
     const FloatEnvironment environment;
     Encoder encoder(args);
+    const u32 *left = args.words.data, *end = left;  // what the twin has not yet
     for (Cursor<LaneWords> c(batch, LaneWords(args.width, args.rotations != 0)); c.next();) {
         const i64 place = c.index - batch.lo;
         u32* check = args.check == nullptr ? nullptr : args.check + 2 * place;
@@ -346,10 +347,13 @@ inline void encode(const Batch& batch, const EncodeArgs& args) {
         for (int i = 0; i < c.words; i += kLineBytes / 4)  // other ranks may have had them last
             __builtin_prefetch(words + 2 * c.words + i, 1, 3);
         encoder.encode(c.block, args.scales[c.index], ratio, {words, c.words, check, own, gain});
+        end = words + c.words;
         // Block by block, so that memory takes it while the next one is encoded.
-        if (args.twin != nullptr) stream_words(words, args.twin + (words - args.words.data), c.words);
+        if (args.twin != nullptr) left = stream_lines(left, end, args.twin + (left - args.words.data));
     }
-    if (args.twin != nullptr) stream_fence();
+    if (args.twin == nullptr) return;
+    __builtin_memcpy(args.twin + (left - args.words.data), left, sizeof(u32) * static_cast<u64>(end - left));
+    stream_fence();
 }
 
 }  // namespace gccomm::GCCOMM_LEVEL
