@@ -77,10 +77,9 @@ class Backend(Protocol):
     there to elsewhere; and ``begin(kind, send, recv)`` and ``end(handle)``: a reduction ("words", "maximum"
     or a `FloatName`), begun and completed, of which two are on their way at a time (handle None: it is
     complete); ``go_on()`` lets these go on where the host waits for a device, and returns whether there are
-    any; ``overlaps`` False says that all are complete at once. Where its ``sums_lanes`` is true,
-    ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a `gccomm.kernels.LANES` record says, and
-    returns the seconds of encoding and of decoding, and float sums may be of 64 times as many numbers as
-    elsewhere. With ``first_words`` above 0 it takes the maximum or sum
+    any. Where its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a
+    `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding, and float sums
+    may be of 64 times as many numbers as elsewhere. With ``first_words`` above 0 it takes the maximum or sum
     of up to so many words where ranks hold different numbers of them, and reduces those that all hold: first
     messages of calls may then be that long.
 

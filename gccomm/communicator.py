@@ -68,8 +68,7 @@ class Communicator:
         where = backend.rank, backend.size, backend.one_host
         first, go_on = getattr(backend, "first_words", 0), getattr(backend, "go_on", None)
         board = self._boards.of if self._boards.able else None
-        overlaps = getattr(backend, "overlaps", True)
-        self._place = Place(*where, operations, room_of(backend), lanes, hosts, first, go_on, board, overlaps)
+        self._place = Place(*where, operations, room_of(backend), lanes, hosts, first, go_on, board)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0

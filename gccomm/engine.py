@@ -67,8 +67,8 @@ class Job:
     have : sequence of bool
         Leaves that this rank has a value for.
     whole : bool
-        Agree on pieces, and share energies, while those before them are on their way, or where nothing
-        overlaps on all of them at first (links), instead of when their turn comes (shared memory).
+        Agree on pieces, and share energies, while those before them are on their way (links; where words stay
+        on a device, on all of them at first) instead of when their turn comes (shared memory).
     states : mapping of int to dict
         By leaf: what its codec has adapted.
     measure : bool
@@ -81,8 +81,6 @@ class Job:
         Where hosts add up their ranks' floats before they compress.
     first_words : int
         Most words of the first message, where ranks in different calls may send different numbers of them.
-    overlaps : bool
-        Reductions that are begun are on their way while others are made.
     flow : Flow, optional
         Where words stay on a device.
     """
@@ -100,10 +98,9 @@ class Job:
         spans: CallSpans | None = None,
         hosts: Hosts | None = None,
         first_words: int = 0,
-        overlaps: bool = True,
         flow: Flow | None = None,
     ) -> None:
-        self.ahead = whole and overlaps and flow is None  # on a device all is done in one order
+        self.ahead = whole and flow is None  # on a device all is done in one order
         self.first_words, self.flow, words_of = first_words, flow, scratch
         if plan.devices:  # a copy into pinned memory is the fastest; back ends go on from there
             room, words_of = (lambda _nbytes: None), partial(memory.pinned_words, plan.devices[0])
@@ -452,11 +449,11 @@ class _Engine:
         again = replace(call, opcode="redo", policy=f"spans {spans}", missing=False)
         message = np.zeros(MESSAGE_WORDS, dtype=np.uint32)
         write_header(again, self.rank, message)
+        self.wire.piece = None
         yield from self.wire.move(Maximum(message), message.nbytes)
         error = yield from verify(again, self.rank, self.size, message)
         if error is not None:
             raise BackendError(f"rank {self.rank}: sums were corrupted on the way: {error}")
-        self.wire.piece = None
         for speaker in sorted({-1 if r.speaker is None else r.speaker for r in late}):
             some = [r for r in late if r.speaker == (None if speaker < 0 else speaker)]
             yield from self._redo_those(some)

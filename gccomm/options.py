@@ -38,7 +38,6 @@ class Place:
     first_words: int = 0
     go_on: Callable[[], bool] | None = None
     board: Callable[[str], Board] | None = None
-    overlaps: bool = True
 
 
 @dataclass(frozen=True, slots=True)

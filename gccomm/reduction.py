@@ -334,7 +334,6 @@ class Attempt:
             spans=self.spans,
             hosts=hosts,
             first_words=self.place.first_words,
-            overlaps=self.place.overlaps,
             flow=flow,
         )
 

@@ -16,6 +16,8 @@ from gccomm_launch.cli import main
 
 import gccomm
 from gccomm import timeline, traces
+from gccomm.codecs import get_codec
+from gccomm.reduction import KeyState
 
 Event = Mapping[str, Any]
 KINDS = {"call", "piece", "prepare", "deliver", "encode", "wire", "decode"}
@@ -87,6 +89,30 @@ def test_of_all_ranks(codec: str, tmp_path: Path) -> None:
         wire = [e for e in events if e["pid"] == rank and e["tid"] == 0 and e["name"] in ("wire", "agree")]
         assert sum(e["args"]["bytes"] for e in wire) == stats[rank].wire_bytes
         assert len(wire) == stats[rank].messages
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_spans_that_are_sent_again(pieces: int, tmp_path: Path) -> None:
+    """They belong to no piece: these have ended."""
+    path, ranks, codec = tmp_path / "trace.json", 4, get_codec("rotated:headroom=checked")
+    x = np.random.default_rng(0).standard_normal(pieces << 20, np.float32)
+
+    def program(comm: gccomm.Communicator) -> int:
+        reducer = gccomm.Reducer(codec, comm=comm)
+        state = KeyState("float32", x.shape, codec.fingerprint, {"ratio": 0.05})  # far too little
+        reducer._reduction.set_states({"x": state})
+        with gccomm.tracing(path, comm=comm):
+            reducer({"x": x})
+        return reducer.stats.spans_redone
+
+    assert min(gccomm.testing.run(program, ranks)) > 0
+    events = complete(json.loads(path.read_text()))
+    check_nesting(events)
+    for rank in range(ranks):
+        mine = [e for e in events if e["pid"] == rank]
+        assert len([e for e in mine if e["cat"] == "piece"]) == pieces
+        last = max((e for e in mine if e["tid"] == 0 and e["name"] == "wire"), key=lambda e: e["ts"])
+        assert "piece" not in last["args"]
 
 
 def test_pieces_on_their_way_have_rows_of_their_own(tmp_path: Path) -> None:

@@ -70,11 +70,6 @@ class MpiBackend(OnChannel):
         alone = channel.window is not None or channel.hierarchy is not None or self.size == 1
         return 0 if alone else SMALL_BYTES // 4
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether what is begun goes on while others are made: not where a host's ranks add up words."""
-        return self._channel.hierarchy is None
-
     def maximum(self, words: Words, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""
         self._reduce("maximum", words, words, MAXIMUM)
@@ -107,23 +102,25 @@ class MpiBackend(OnChannel):
             assert channel.window is not None
             return channel.window.sum_lanes("sum of lanes", job)
 
-    def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | Flight | None:
+    def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | Flight | Shared | None:
         """Begin a reduction, "maximum", "words" or a float format; None if it is complete already.
 
         Several may be on their way. Their arrays are left alone until :meth:`end`.
         """
         operator = {"maximum": MAXIMUM, "words": SUM}.get(kind) or sum_of(kind)  # type: ignore[arg-type]
         name = kind if kind == "maximum" else "sum" if kind == "words" else f"{kind} sum"
-        window = self._channel.window
+        window, hierarchy, messages = self._channel.window, self._channel.hierarchy, self._channel.messages
+        flat = recv.reshape(-1)
+        source = flat if send is recv else send.reshape(-1)
         if window is not None and recv.nbytes <= window.slot_bytes:
             with self._operation(name, (send, recv)):
-                return window.post(name, send.reshape(-1), recv.reshape(-1), operator.kind)
-        messages = self._channel.messages
-        alone = window is not None or self._channel.hierarchy is not None or self.size == 1
-        if not alone and 0 < recv.nbytes <= PIECE_BYTES and recv.size <= messages.max_count:
+                return window.post(name, source, flat, operator.kind)
+        short = 0 < recv.nbytes <= PIECE_BYTES and recv.size <= messages.max_count
+        if hierarchy is not None and short and recv.nbytes <= hierarchy.chunk_bytes:
             with self._operation(name, (send, recv)):
-                flat = recv.reshape(-1)
-                source = flat if send is recv else send.reshape(-1)
+                return hierarchy.begin(name, source, flat, operator)
+        if window is None and hierarchy is None and self.size > 1 and short:
+            with self._operation(name, (send, recv)):
                 return messages.begin(name, source, flat, operator)
         self._reduce(name, send, recv, operator)
         return None

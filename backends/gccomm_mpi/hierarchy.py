@@ -58,7 +58,7 @@ class Hierarchy:
         go_on: Callable[[], None],
     ) -> None:
         self._go_on = go_on
-        self.window, self.column, self.place, self._chunk = window, column, place, chunk_bytes
+        self.window, self.column, self.place, self.chunk_bytes = window, column, place, chunk_bytes
 
     @property
     def leaders(self) -> Messages | None:
@@ -69,21 +69,32 @@ class Hierarchy:
         """Reduce `send` over all ranks into `recv`."""
         in_place = send is recv
         send, recv = send.reshape(-1), recv.reshape(-1)
-        step = self._chunk // recv.itemsize
+        step = self.chunk_bytes // recv.itemsize
         for low in range(0, recv.size, step):
             target = recv[low : low + step]
             source = target if in_place else send[low : low + step]  # MPI must see that they are one
             self._chunk_of(name, source, target, operator)
 
+    def begin(self, name: str, send: Array, recv: Array, operator: Operator) -> Shared:
+        """Begin to reduce a chunk: it is on its way between hosts when its ranks have added it up."""
+        part, flight = self._collect(name, send, recv, operator), None
+        if self.leaders is not None:
+            flight = self.leaders.begin(name, part, recv, operator)
+        return Shared(name, flight, recv, 0)
+
     def _chunk_of(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
-        part = send
-        if self.window is not None:
-            self.window.collect(name, send, recv, operator.kind)
-            part = recv
+        part = self._collect(name, send, recv, operator)
         if self.leaders is not None:
             self.leaders.reduce(name, part, recv, operator)
         if self.window is not None:
             self.window.spread(name, recv)
+
+    def _collect(self, name: str, send: Array, recv: Array, operator: Operator) -> Array:
+        """Reduce over the host's ranks; return where its first one has the result."""
+        if self.window is None:
+            return send
+        self.window.collect(name, send, recv, operator.kind)
+        return recv
 
     def gather(self, name: str, send: Array, recv: Array | None, kind: str, place: int) -> None:
         """Sum floats over the host's ranks, in their order, into `recv` of the one at a place."""
@@ -102,7 +113,7 @@ class Hierarchy:
         """Overwrite `data` with that of the rank at a place."""
         if self.window is None:
             return
-        step = self._chunk // data.itemsize
+        step = self.chunk_bytes // data.itemsize
         for low in range(0, data.size, step):
             self.window.spread(name, data[low : low + step], place)
 

@@ -35,7 +35,6 @@ class PairBackend:
     def __init__(self, base: Any, nccl: NcclBackend) -> None:
         self._base, self._nccl = base, nccl
         self.name = f"{base.name}+{nccl.name}"
-        self.overlaps = getattr(base, "overlaps", True)
         self.device, self.takes_device = nccl.device, nccl.takes_device
         self.require_whole, self.oversee = nccl.require_whole, nccl.oversee
         self.watched, self.await_event = nccl.watched, nccl.await_event

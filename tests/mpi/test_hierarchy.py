@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,41 @@ def test_every_operation_of_every_size(parent: Any, world: Any) -> None:
         words = parts[world.rank] & 0x0F0F0F0F
         handle.combine_words(words, "saturate:8", 1)
         assert len(set(world.allgather(words.tobytes()))) == 1
+    handle.close()
+
+
+def test_several_are_on_their_way(parent: Any, world: Any) -> None:
+    """Words and maxima that are begun, two at a time, from room that is given and elsewhere."""
+    handle = gccomm_mpi.connect(parent)
+    hierarchy = handle._channel.hierarchy
+    begun: deque[tuple[Any, Any, Any]] = deque()
+    flights = 0
+
+    def end() -> None:
+        going, found, expected = begun.popleft()
+        if going is not None:
+            handle.end(going)
+        np.testing.assert_array_equal(found, expected)
+
+    for number in range(48):  # more than the trials of algorithms
+        kind, count = ("words", 50_000 * world.size) if number % 3 else ("maximum", 700)
+        parts = [
+            np.random.default_rng([r, number]).integers(0, 2**32, count, np.uint32) for r in range(world.size)
+        ]
+        found = parts[world.rank].copy()
+        room = handle.room(found.nbytes) if number % 2 else None
+        send = found if room is None else room.view(np.uint32)
+        send[...] = found
+        going = handle.begin(kind, send, found)
+        flights += getattr(going, "flight", None) is not None
+        join = np.sum if kind == "words" else np.max
+        begun.append((going, found, join(parts, axis=0).astype(np.uint32)))
+        if len(begun) == 2:
+            end()
+    while begun:
+        end()
+    if hierarchy is not None:
+        assert (flights > 0) == (hierarchy.place == 0)
     handle.close()
 
 
