@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gccomm.kernels.reference.hashing import block_keys, coordinate_hash
+from gccomm.kernels.reference.hashing import block_hashes, block_keys
 from gccomm.kernels.reference.packing import unpack
 from gccomm.lanes import lanes
 from gccomm.layout import BLOCK, SPAN
@@ -24,7 +24,7 @@ def hashes() -> Array:
     spans = 16
     keys = step_key(*tensor_key("layer.weight", 3), 7)
     k0, k1 = block_keys(np, *keys, np.arange(spans * SPAN, dtype=np.uint32))
-    return coordinate_hash(np, k0, k1, BLOCK).reshape(spans, SPAN, BLOCK)
+    return block_hashes(np, k0, k1, BLOCK).reshape(spans, SPAN, BLOCK)
 
 
 def rotl(h: Array) -> Array:

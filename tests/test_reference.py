@@ -20,19 +20,22 @@ def test_hash_follows_its_definition() -> None:
     """One coordinate at a time in Python integers, and golden values that must never change."""
     mask, golden = noise.MASK32, noise.GOLDEN
     t0, t1 = noise.step_key(*noise.tensor_key("layer/0/w", 0), 1)
-    blocks, places = [0, 1, 2**32 - 1], [0, 1, 1023]
+    blocks, places = [0, 1, 2**32 - 1], [0, 1, 511, 512, 1023]
     k0, k1 = reference.block_keys(np, t0, t1, np.array(blocks, dtype=np.uint32))
-    hashes = reference.coordinate_hash(np, k0, k1, 1024)
+    hashes = reference.block_hashes(np, k0, k1, 1024)
     for row, block in enumerate(blocks):
         assert k0[row] == noise.fmix(t0 + block * golden)
         assert k1[row] == noise.fmix(t1 + noise.fmix(block ^ t0))
         for i in places:
-            x = (i * golden + int(k0[row])) & mask
+            x = (i % 512 * golden + int(k0[row])) & mask
             x = ((x ^ x >> 16) * 0x7FEB352D) & mask
             x = ((x ^ x >> 15 ^ int(k1[row])) * 0x846CA68B) & mask
+            if i >= 512:
+                x = (x << 16 & mask) + (x * 0x7FEB352D >> 16 & 0xFFFF)
             assert hashes[row, i] == x
-    assert [f"{h:08x}" for h in hashes[0, places]] == ["736d2317", "484e6edd", "f20a927b"]
-    assert [f"{h:08x}" for h in hashes[2, places]] == ["70bbad8d", "153c620d", "21b2c46d"]
+    golden_places = [0, 511, 1023]
+    assert [f"{h:08x}" for h in hashes[0, golden_places]] == ["736d2317", "c64d39db", "39db9996"]
+    assert [f"{h:08x}" for h in hashes[2, golden_places]] == ["70bbad8d", "9a890622", "06220791"]
 
 
 def test_fmix_of_arrays_is_that_of_integers() -> None:
@@ -148,7 +151,7 @@ def all_reduce(
     limit = ln.safe_limit(width, n)
     scales = np.max([reference.maxima(np, x) for x in tensors], axis=0)
     step_key = noise.step_key(*noise.tensor_key("w", 0), 0)
-    hashes = reference.coordinate_hash(np, *reference.block_keys(np, *step_key, np.arange(blocks)), length)
+    hashes = reference.block_hashes(np, *reference.block_keys(np, *step_key, np.arange(blocks)), length)
     sent = [
         reference.encode(np, x, scales, hashes, ln.rank_shift(rank, n), width=width, limit=limit)
         for rank, x in enumerate(tensors)

@@ -123,7 +123,7 @@ def test_errors_cancel_where_ranks_agree(n: int) -> None:
 
 def hashes_of(blocks: Array, length: int = 1024, step: int = 0, key: str = "w") -> Array:
     step_key = noise.step_key(*noise.tensor_key(key, 0), step)
-    return np.asarray(reference.coordinate_hash(np, *reference.block_keys(np, *step_key, blocks), length))
+    return np.asarray(reference.block_hashes(np, *reference.block_keys(np, *step_key, blocks), length))
 
 
 def test_bits_of_the_hash_are_balanced() -> None:
@@ -141,6 +141,19 @@ def test_dithers_are_uniform() -> None:
     assert abs(chi_square - 4095) < 5 * np.sqrt(2 * 4095)
 
 
+def test_dithers_half_a_block_apart_are_independent() -> None:
+    """They come from one hash: each pair of values as often as any other."""
+    dithers = (hashes_of(np.arange(4096)) >> 16).astype(np.int64)
+    for bits in (6, 1):
+        for shift in (16 - bits, 8):
+            part = dithers >> shift & (1 << bits) - 1
+            pairs = (part[:, :512] << bits) + part[:, 512:]
+            counts = np.bincount(pairs.ravel(), minlength=4**bits)
+            expected = pairs.size / 4**bits
+            chi_square = float(((counts - expected) ** 2 / expected).sum())
+            assert abs(chi_square - (4**bits - 1)) < 6 * np.sqrt(2 * 4**bits)
+
+
 def correlation(a: Array, b: Array) -> float:
     return float(np.corrcoef((a >> 16).ravel(), (b >> 16).ravel())[0, 1])
 
@@ -155,6 +168,7 @@ def test_neighbours_are_uncorrelated() -> None:
         "far step": (hashes, hashes_of(blocks, step=1 << 32)),
         "other tensor": (hashes, hashes_of(blocks, key="x")),
         "rotated": (hashes, hashes << 16),
+        "half a block behind": (hashes[:, :512], hashes[:, 512:]),
     }
     for what, (a, b) in others.items():
         assert abs(correlation(a, b)) < 5 / np.sqrt(a.size), what

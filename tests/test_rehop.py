@@ -41,7 +41,7 @@ class Specified:
         self.rotation = Rotation(reference.sign_words(np, *self.key, numbers), rotations)
         again = private_keys(np.array([self.key], np.uint32), _AGAIN)[0].tolist()
         self.hashes, self.again = (
-            reference.coordinate_hash(np, *reference.block_keys(np, *key, numbers), 1024)
+            reference.block_hashes(np, *reference.block_keys(np, *key, numbers), 1024)
             for key in (self.key, again)
         )
 

@@ -160,7 +160,7 @@ def round_trip(x: Array, key: int, rotations: int, **options: Any) -> Array:
     blocks, length = x.shape
     rotation = rotation_of(blocks, rotations, key) if rotations else None
     size = reference.padded(length) if rotations else length
-    hashes = reference.coordinate_hash(np, *reference.block_keys(np, key, key + 1, np.arange(blocks)), size)
+    hashes = reference.block_hashes(np, *reference.block_keys(np, key, key + 1, np.arange(blocks)), size)
     scales, _ = reference.maxima_and_energies(np, x, None, rotation)
     offset = options.pop("offset", 0)
     limit = ln.safe_limit(4, 1)

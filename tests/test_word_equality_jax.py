@@ -59,7 +59,7 @@ def run_lanes(
 ) -> dict[str, Any]:  # fmt: skip
     length, limit = x.shape[1], ln.safe_limit(width, n)
     numbers = xp.arange(x.shape[0], dtype=xp.uint32) + first
-    hashes = reference.coordinate_hash(xp, *reference.block_keys(xp, t0, t1, numbers), length)
+    hashes = reference.block_hashes(xp, *reference.block_keys(xp, t0, t1, numbers), length)
     sent = reference.encode(xp, x, agreed, hashes, shift, width=width, limit=limit, residual=rest)
     result = reference.decode(
         xp, sums, agreed, hashes, length=length, width=width, limit=limit, n=n,
@@ -129,7 +129,7 @@ def run_rotated(
     if rotations:
         rotation = reference.Rotation(reference.sign_words(xp, t1, t0, numbers), rotations)
     size = reference.padded(length) if rotations else length
-    hashes = reference.coordinate_hash(xp, *reference.block_keys(xp, t0, t1, numbers), size)
+    hashes = reference.block_hashes(xp, *reference.block_keys(xp, t0, t1, numbers), size)
     step: dict[str, Any] = {"clamp": limit // 2, "ratios": ratios} if n % 2 else {}
     if n == 5:
         step["grid"] = reference.Grid(*np.array([[0, 0, 2, 3, 3], [2, 2, 1, 2, 2]], np.int32))

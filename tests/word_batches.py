@@ -64,7 +64,7 @@ class Tensor:
 
     def hashes(self, numbers: Array, length: int) -> Array:
         k0, k1 = reference.block_keys(np, *self.key, numbers)
-        return np.asarray(reference.coordinate_hash(np, k0, k1, length))
+        return np.asarray(reference.block_hashes(np, k0, k1, length))
 
     def rest(self, index: Array) -> Array | None:
         return None if self.residual is None else self.residual[index]

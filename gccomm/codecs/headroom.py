@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from gccomm import kernels
 from gccomm.batch import Sample
-from gccomm.kernels.reference.hashing import block_keys, coordinate_hash
+from gccomm.kernels.reference.hashing import block_hashes, block_keys
 from gccomm.lanes import FIXED_POINT, safe_limit
 from gccomm.layout import BLOCK
 from gccomm.steps import Agree, Context, Energies, Redo, Steps, Sum, Words
@@ -324,7 +324,7 @@ class Checked:
         segment = int(np.searchsorted(x.bounds, lo, "right")) - 1
         numbers = x.segments[segment].start + np.arange(lo, hi) - int(x.bounds[segment])
         key0, key1 = x.keys[segment]
-        hashes = coordinate_hash(np, *block_keys(np, key0, key1, numbers), BLOCK)
+        hashes = block_hashes(np, *block_keys(np, key0, key1, numbers), BLOCK)
         carried = x.codec.carried(x.lengths[lo:hi])
         used = hashes[np.arange(BLOCK) < carried[:, None]].astype(np.uint64)
         total = int((used * words.view(np.int32).astype(np.int64).view(np.uint64)).sum(dtype=np.uint64))

@@ -32,6 +32,7 @@ using i64 = __INT64_TYPE__;
 #endif
 
 constexpr int kBlock = 1024;          // coordinates in a full block
+constexpr int kHalf = kBlock / 2;     // of which pairs so far apart share their noise
 constexpr u32 kGolden = 0x9E3779B9u;  // step of the position counter
 constexpr u32 kMix1 = 0x7FEB352Du;    // multipliers of a two-round integer mixer
 constexpr u32 kMix2 = 0x846CA68Bu;
@@ -89,7 +90,8 @@ GCCOMM_FN BlockKey block_key(u32 t0, u32 t1, u32 block) {
     return {fmix(t0 + block * kGolden), fmix(t1 + fmix(block ^ t0))};
 }
 
-// 32 noise bits of a coordinate; `counter` is position * kGolden + k0. U is u32 or a vector of u32.
+// 32 noise bits of a position; `counter` is position * kGolden + k0. U is u32 or a vector of u32. They are
+// those of a coordinate of the first half of a block.
 template <class U>
 GCCOMM_FN U noise(U counter, u32 k1) {
     U x = counter;
@@ -98,6 +100,13 @@ GCCOMM_FN U noise(U counter, u32 k1) {
     x = x ^ (x >> 15) ^ k1;
     x *= kMix2;
     return x;
+}
+
+// Those of the coordinate half a block behind one with noise x: its upper half, which is dither, is the lower
+// half of x.
+template <class U>
+GCCOMM_FN U later_noise(U x) {
+    return (x << 16) | ((x * kMix1) >> 16);
 }
 
 // ---- scales

@@ -31,34 +31,46 @@ enum Extras { none = 0, check_words = 1, energies = 2 };
 template <bool subtract, int extras, bool broad>
 class SumSource {
  public:
-    GCCOMM_FN SumSource(const Integers& q, const Unrounding& r) : q_(q), r_(r) {
-        counter_ = r_.noise.counter(0);
+    GCCOMM_FN SumSource(const Integers& q, const Unrounding& r) : q_(q), r_(r), noise_(r.noise) {}
+
+    GCCOMM_FN void seek(int i) { noise_.seek(i); }
+
+    GCCOMM_FN Pair next(int i) {
+        const F low = vector(i, hash(i));
+        return {low, vector(i + kLanes, hash(i + kLanes))};
     }
-
-    GCCOMM_FN void seek(int i) { counter_ = r_.noise.counter(i); }
-
-    GCCOMM_FN Pair next(int i) { return {vector(i), vector(i + kLanes)}; }
 
     GCCOMM_FN Pair part(int i, int count) {
         seek(i);
-        const F low = vector(i, iota_int() < count);
-        return {low, vector(i + kLanes, iota_int() < count - kLanes)};
+        const F low = vector(i, hash(i), iota_int() < count);
+        return {low, vector(i + kLanes, hash(i + kLanes), iota_int() < count - kLanes)};
+    }
+
+    // At i, in the first half of a whole block, and half a block behind it.
+    GCCOMM_FN void both(int i, Pair (&out)[2]) {
+        const U low = hash(i), high = hash(i + kLanes);
+        out[0] = {vector(i, low), vector(i + kLanes, high)};
+        out[1] = {vector(i + kHalf, BlockNoise::later<whole>(low)),
+                  vector(i + kHalf + kLanes, BlockNoise::later<whole>(high))};
     }
 
     Check check;
     Energy energy;
 
  private:
+    static constexpr bool whole = (extras & check_words) != 0;
+
+    GCCOMM_FN U hash(int i) {
+        if constexpr (subtract || whole) return noise_.next(i);
+        return U{};
+    }
+
     // Lanes that are not inside the block do not count.
-    GCCOMM_FN F vector(int i, I inside = I{} - 1) {
+    GCCOMM_FN F vector(int i, U h, I inside = I{} - 1) {
         const I sum = load<I>(q_.at + i);
         I correction = I{} + r_.offset;
-        if constexpr (subtract || (extras & check_words)) {
-            const U h = r_.noise.bits(counter_);
-            if constexpr (subtract) correction = undither<VectorOps>(h, r_.centre, r_.offset);
-            if constexpr (extras & check_words) check.add(sum & inside, h);
-            counter_ += BlockNoise::step;
-        }
+        if constexpr (subtract) correction = undither<VectorOps>(h, r_.centre, r_.offset);
+        if constexpr (whole) check.add(sum & inside, h);
         F value;
         if constexpr (broad) {
             value = __builtin_convertvector(sum, F) * 32768.0f + __builtin_convertvector(correction, F);
@@ -72,11 +84,10 @@ class SumSource {
 
     const Integers& q_;
     const Unrounding r_;
-    U counter_{};
+    NoiseInOrder<whole> noise_;
 };
 
-// The same of a whole block in lanes that fill words, in its order, from words in which the bias was added to
-// every lane.
+// The same of a whole block in lanes that fill words, from words in which the bias was added to every lane.
 template <int width, bool subtract>
 class LaneSource {
     static constexpr int kWords = kBlock * width / 32;
@@ -88,9 +99,11 @@ class LaneSource {
     GCCOMM_FN LaneSource(const u32* words, const Unrounding& r)
         : words_(words), r_(r), counter_(r.noise.counter(0)), constant_(constant(r)) {}
 
-    GCCOMM_FN Pair next(int i) {
+    // At i and half a block behind it, in the order of the first half.
+    GCCOMM_FN void both(int i, Pair (&out)[2]) {
         const int j = i % kWords, k = i / kWords;
-        return {vector(j, k), vector(j + kLanes, k)};
+        vectors(j, k, out[0].low, out[1].low);
+        vectors(j + kLanes, k, out[0].high, out[1].high);
     }
 
  private:
@@ -100,22 +113,31 @@ class LaneSource {
         return plain + static_cast<u32>(r.centre.offset) + (kSelects ? kField + 0x8000u - 0x7FFFu : 0u);
     }
 
-    GCCOMM_FN F vector(int j, int k) {
+    GCCOMM_FN void vectors(int j, int k, F& first, F& second) {
+        // Of 16 bits, the first half is in the lower lanes of all words; of less, in all lanes of the first
+        // ones.
+        constexpr int later = 16 / width;
         const U word = load<U>(words_ + j);
-        U sum;
         if constexpr (subtract) {
-            const U dither = VectorOps::times_upper(r_.noise.bits(counter_), r_.centre.ranks) >> 17;
-            // Where one instruction does it, the complement goes below the lane, with ones above the lane.
-            if constexpr (kSelects)
-                sum = selected(kField, rolled(word, (47 - width * k) % 32), dither);
-            else
-                sum = field(word, k) - dither;
+            const U dither = VectorOps::times_upper(r_.noise.bits(counter_), r_.centre.ranks);
+            first = undithered(word, k, dither >> 17);
+            second = undithered(word, k + later, (dither << 16) >> 17);
             counter_ += BlockNoise::step;
         } else {
-            sum = field(word, k);
+            first = value(field(word, k));
+            second = value(field(word, k + later));
         }
-        return __builtin_convertvector((I)(sum + constant_), F) * r_.first;
     }
+
+    // Where one instruction does it, the complement goes below the lane, with ones above the lane.
+    GCCOMM_FN F undithered(U word, int k, U dither) const {
+        if constexpr (kSelects)
+            return value(selected(kField, rolled(word, (47 - width * k) % 32), dither));
+        else
+            return value(field(word, k) - dither);
+    }
+
+    GCCOMM_FN F value(U sum) const { return __builtin_convertvector((I)(sum + constant_), F) * r_.first; }
 
     static GCCOMM_FN U field(U word, int k) {
         return (word << (32 - width * (k + 1))) >> (17 - width) & kField;
@@ -285,7 +307,7 @@ class Decoder {
             if (later_ == nullptr) return put_all(source, staged);
             FloatSink<Memory::streamed> sink{{later_}};
             rotator_.finish_whole_back(sink, [&](int j) GCCOMM_INLINE {
-                for (int i = 4 * j; i < 4 * (j + kPair); i += kPair) staged.put(i, source.next(i));
+                for (int i = 2 * j; i < 2 * (j + kPair); i += kPair) put_both(source, staged, i);
             });
         });
         rotator_.set(b);
@@ -296,7 +318,15 @@ class Decoder {
 
     template <class Source, class Sink>
     static GCCOMM_FN void put_all(Source& source, const Sink& sink) {
-        for (int i = 0; i < kBlock; i += kPair) sink.put(i, source.next(i));
+        for (int i = 0; i < kHalf; i += kPair) put_both(source, sink, i);
+    }
+
+    template <class Source, class Sink>
+    static GCCOMM_FN void put_both(Source& source, const Sink& sink, int i) {
+        Pair v[2];
+        source.both(i, v);
+        sink.put(i, v[0]);
+        sink.put(i + kHalf, v[1]);
     }
 
     void decode_rotated(const Block& b, Unrounding r, int e, int later, u32* check, u32* energy) {
@@ -336,7 +366,9 @@ class Decoder {
 
     template <class Sink>
     void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, u32* energy) const {
-        with_sums(r, check, energy, [&](auto& source) GCCOMM_INLINE { flow(source, sink, n); });
+        with_sums(r, check, energy, [&](auto& source) GCCOMM_INLINE {
+            n == kBlock&& sink.head(n) == 0 ? put_all(source, sink) : flow(source, sink, n);
+        });
     }
 
     // Calls f with the source of the decoded values.

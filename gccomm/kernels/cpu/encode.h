@@ -59,27 +59,26 @@ class Encoder {
     }
 
  private:
-    // Calls f with the sink for rounding.
-    template <bool ordered, class Function>
+    // Calls f with the sink for rounding, a ColumnSink or RoundingSink.
+    template <template <bool, bool> class Sink, class Function>
     void with_rounding(const Rounding& r, u32* check, Function f) {
         if (check == nullptr) {
-            if (ordered && watch_ != nullptr) return watch(r, f);
-            if (even_) return with_sink(RoundingSink<false, true, ordered>(r, q_.at), nullptr, f);
-            return with_sink(RoundingSink<false, false, ordered>(r, q_.at), nullptr, f);
+            if (even_) return with_sink(Sink<false, true>(r, q_.at), nullptr, f);
+            return with_sink(Sink<false, false>(r, q_.at), nullptr, f);
         }
-        if (even_) return with_sink(RoundingSink<true, true, ordered>(r, q_.at), check, f);
-        with_sink(RoundingSink<true, false, ordered>(r, q_.at), check, f);
+        if (even_) return with_sink(Sink<true, true>(r, q_.at), check, f);
+        with_sink(Sink<true, false>(r, q_.at), check, f);
     }
 
     // The largest pattern of the values is found on the way.
     template <class Function>
     void watch(const Rounding& r, Function f) {
         if (even_) {
-            WatchingSink<RoundingSink<false, true, true>> sink(r, q_.at);
+            WatchingSink<RoundingSink<false, true>> sink(r, q_.at);
             f(sink);
             *watch_ = sink.largest();
         } else {
-            WatchingSink<RoundingSink<false, false, true>> sink(r, q_.at);
+            WatchingSink<RoundingSink<false, false>> sink(r, q_.at);
             f(sink);
             *watch_ = sink.largest();
         }
@@ -99,7 +98,10 @@ class Encoder {
             for (; i + kPair <= n; i += kPair) sink.put(i, source.next(i));
             if (i < n) sink.put_part(i, source.part(i, n - i), n - i);
         };
-        if (args_.grid == nullptr) return with_rounding<true>(r, check, round);
+        if (args_.grid == nullptr) {
+            if (check == nullptr && watch_ != nullptr) return watch(r, round);
+            return with_rounding<RoundingSink>(r, check, round);
+        }
         if (check == nullptr) return with_sink(GridSink<false>(r, grid_, q_.at), nullptr, round);
         with_sink(GridSink<true>(r, grid_, q_.at), check, round);
     }
@@ -135,7 +137,7 @@ class Encoder {
     void round_whole(const Block& b, const Rounding& r, const Outputs& out) {
         const auto finish = [&](auto& sink) GCCOMM_INLINE { rotator_.finish_whole(sink); };
         if (packs(b, out)) return pack_whole(r, out, finish);
-        with_rounding<false>(r, out.check, finish);
+        with_rounding<ColumnSink>(r, out.check, finish);
     }
 
     // A block of 1024 where it lies, which is fetched in its order.
@@ -297,7 +299,7 @@ class Encoder {
         const BlockNoise noise = noise_of(b);
         const float unit = level_ * 0x1p-15f;
         for (int i = 0; i < n; i += kLanes) {
-            const U dither = ((noise.bits(noise.counter(i)) >> 16) + args_.shift) & 0xFFFF;
+            const U dither = ((noise.at<false>(i) >> 16) + args_.shift) & 0xFFFF;
             const I v = (load<I>(q_.at + i) << 15) - (I)(dither >> 1) + 16384;
             store(scaled_.at + i, __builtin_convertvector(v, F) * unit);
         }

@@ -108,7 +108,7 @@ class HopFolder {
         const int n = padded(b.length);
         const BlockNoise noise = noise_of(b);
         for (int i = 0; i < n; i += kLanes) {
-            store(noise_ + i, noise.bits(noise.counter(i)));
+            store(noise_ + i, noise.at<false>(i));
             store(sum_.at + i, F{});
         }
         for (i64 r = 0; r < args_.ranks; r++) {
@@ -133,7 +133,7 @@ class HopFolder {
         const BlockNoise noise = noise_of(b);
         for (int i = 0; i < n; i += kLanes)
             store(q_.at + i, quantise<VectorOps, true>(load<F>(sum_.at + i) * first, factor, args_.limit,
-                                                       noise.bits(noise.counter(i))));
+                                                       noise.at<false>(i)));
         zero_after(q_, n);
     }
 

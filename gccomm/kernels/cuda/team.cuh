@@ -83,7 +83,10 @@ struct ScalarOps {
 // Noise of the coordinates of a block.
 struct BlockNoise {
     BlockKey key;
-    __device__ u32 bits(int i) const { return noise(static_cast<u32>(i) * kGolden + key.k0, key.k1); }
+    __device__ u32 bits(int i) const {
+        const u32 h = noise(static_cast<u32>(i % kHalf) * kGolden + key.k0, key.k1);
+        return i < kHalf ? h : later_noise(h);
+    }
 };
 
 __device__ inline BlockNoise noise_of(const Block& b) {

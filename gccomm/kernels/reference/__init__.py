@@ -26,7 +26,7 @@ from gccomm.kernels.reference.digest import digest
 from gccomm.kernels.reference.energies import encoded_maxima, maxima_and_energies
 from gccomm.kernels.reference.exact import exact_decode, exact_encode
 from gccomm.kernels.reference.floats import float_decode, float_encode
-from gccomm.kernels.reference.hashing import block_keys, check_words, coordinate_hash, fmix
+from gccomm.kernels.reference.hashing import block_hashes, block_keys, check_words, coordinate_hash, fmix
 from gccomm.kernels.reference.headroom import (
     choose_steps,
     learn_energies,
@@ -63,6 +63,7 @@ __all__ = [
     "Rotation",
     "add_residual",
     "block_energy",
+    "block_hashes",
     "block_keys",
     "centred_sums",
     "check_words",

@@ -1,11 +1,12 @@
-"""The shared noise: a counter-based 32-bit hash per coordinate, and the check words weighted with it."""
+"""The shared noise: 16 bits of a counter-based hash per coordinate, and the check words weighted with it."""
 
 from __future__ import annotations
 
 from gccomm.kernels.reference.namespace import Array, Namespace, quiet, u32, view
 
-__all__ = ["block_keys", "check_words", "coordinate_hash", "fmix"]
+__all__ = ["block_hashes", "block_keys", "check_words", "coordinate_hash", "fmix"]
 
+HALF = 512  # coordinates of a block, which share their hashes with those as far behind them
 GOLDEN = 0x9E3779B9
 MULTIPLIER_1 = 0x7FEB352D
 MULTIPLIER_2 = 0x846CA68B
@@ -47,7 +48,38 @@ def block_keys(xp: Namespace, t0: Array, t1: Array, blocks: Array) -> tuple[Arra
 
 @quiet
 def coordinate_hash(xp: Namespace, k0: Array, k1: Array, length: int, *, first: int = 0) -> Array:
+    """Hash positions of every block.
+
+    Parameters
+    ----------
+    xp : module
+        ``numpy`` or ``jax.numpy``.
+    k0, k1 : array of uint32, shape (blocks,)
+        Block keys.
+    length : int
+        Positions a block.
+    first : int
+        The first position.
+
+    Returns
+    -------
+    array of uint32, shape (blocks, length)
+    """
+    positions = xp.arange(first, first + length, dtype=xp.uint32)
+    x = positions * u32(xp, GOLDEN) + k0[:, None]
+    x = x ^ (x >> 16)
+    x = x * u32(xp, MULTIPLIER_1)
+    x = x ^ (x >> 15)
+    x = x ^ k1[:, None]
+    return x * u32(xp, MULTIPLIER_2)
+
+
+@quiet
+def block_hashes(xp: Namespace, k0: Array, k1: Array, length: int) -> Array:
     """Hash every coordinate of every block.
+
+    Two coordinates half a block apart share a hash, of which each has 16 bits for its dither: the noise takes
+    half the time.
 
     Parameters
     ----------
@@ -57,21 +89,19 @@ def coordinate_hash(xp: Namespace, k0: Array, k1: Array, length: int, *, first: 
         Block keys.
     length : int
         Coordinates a block.
-    first : int
-        Position of the first coordinate.
 
     Returns
     -------
     array of uint32, shape (blocks, length)
-        The hash H; its upper half is the dither h.
+        H; its upper half is the dither h. Up to coordinate 512 :func:`coordinate_hash`; from there on the
+        lower half of H 512 coordinates before, and below it the upper half of that H times an odd number.
     """
-    positions = xp.arange(first, first + length, dtype=xp.uint32)
-    x = positions * u32(xp, GOLDEN) + k0[:, None]
-    x = x ^ (x >> 16)
-    x = x * u32(xp, MULTIPLIER_1)
-    x = x ^ (x >> 15)
-    x = x ^ k1[:, None]
-    return x * u32(xp, MULTIPLIER_2)
+    first = coordinate_hash(xp, k0, k1, min(length, HALF))
+    if length <= HALF:
+        return first
+    before = first[:, : length - HALF]
+    later = (before << 16) | ((before * u32(xp, MULTIPLIER_1)) >> 16)
+    return xp.concatenate([first, later], axis=1)
 
 
 @quiet

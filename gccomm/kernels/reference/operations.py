@@ -59,7 +59,7 @@ def saturating_add(a: Words, b: Words, width: int) -> Words:
 
 @quiet
 def indexed_hash(k0: int | np.uint32, k1: int | np.uint32, start: int, count: int) -> Words:
-    """Hash the numbers ``start`` to ``start + count - 1``, mod 2**32, as the coordinates of one block are."""
+    """Hash the numbers ``start`` to ``start + count - 1``, mod 2**32, as positions of one block are."""
     first = np.uint32(k0) + np.uint32(start & 0xFFFFFFFF) * np.uint32(GOLDEN)
     hashes: Words = coordinate_hash(np, np.array([first]), np.array([k1], dtype=np.uint32), count)[0]
     return hashes
