@@ -71,12 +71,37 @@ def test_rotating_back_gives_the_coordinates(length: int, rotations: int) -> Non
     np.testing.assert_allclose(back, x, atol=2e-6)
 
 
-@BOTH
-@pytest.mark.parametrize("size", [64, 128, 256, 512, 1024])
-def test_rotation_is_the_hadamard_matrix_with_signs(size: int, rotations: int) -> None:
+def walsh_hadamard(size: int) -> Array:
+    """Return the matrix that butterflies with the strides 1, 2, 4 ... make."""
     hadamard = np.ones((1, 1))
     while len(hadamard) < size:
         hadamard = np.kron([[1, 1], [1, -1]], hadamard)
+    return hadamard
+
+
+def matrix_of(size: int) -> Array:
+    """Return the matrix of a part: of longer ones, from the product of three over runs of 256."""
+    if size < 256:
+        return walsh_hadamard(size)
+    rows, turns = np.kron(walsh_hadamard(16), np.eye(16)), np.zeros((256, 256))
+    for row in range(16):
+        for place in range(16):
+            turns[16 * row + place, 16 * row + (place + row) % 16] = 1
+    return np.kron(walsh_hadamard(size // 256), rows @ turns @ rows)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256, 512, 1024])
+def test_matrices_are_hadamard_matrices(size: int) -> None:
+    """Of 1 and -1, with orthogonal rows: every coordinate reaches every other with the same weight."""
+    matrix = matrix_of(size)
+    assert (np.abs(matrix) == 1).all()
+    np.testing.assert_array_equal(matrix @ matrix.T, size * np.eye(size))
+
+
+@BOTH
+@pytest.mark.parametrize("size", [64, 128, 256, 512, 1024])
+def test_rotation_is_the_hadamard_matrix_with_signs(size: int, rotations: int) -> None:
+    hadamard = matrix_of(size)
     orthonormal = hadamard / np.sqrt(size)
     x, rotation = draw(1, size), rotation_of(1, rotations)
     expected = x[0].astype(np.float64)

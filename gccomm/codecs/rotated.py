@@ -36,7 +36,7 @@ class Rotated(SharedDither):
     """Rotate each block of 1024 coordinates at random, so that all of them are about as large, then quantise
     against the largest that any rank has, with shared dither that is subtracted again.
 
-    y = H (s x) / n' with H the Hadamard matrix, s signs that are the same on all ranks and new in each step.
+    y = H (s x) / n' with H a Hadamard matrix, s signs that are the same on all ranks and new in each step.
     Rank r sends q = (rint(y 2^16 / step) + D_r) >> 16 in a lane of w bits, with D_r = (h + floor(p_r 2^16 /
     n)) mod 2^16 and h one 16-bit hash per (key, step, coordinate); the sum of the q, less the sum of the
     dithers, times the step, rotated back, is the result. Unbiased; the error's variance is n / 12 step^2 per

@@ -36,8 +36,8 @@ class HopEncoder {
 
  private:
     static EncodeArgs coding(const HopEncodeArgs& a, int rotations) {
-        return {nullptr, {nullptr, 0}, a.width, a.limit, a.shift, nullptr, 0,
-                nullptr, rotations,    nullptr, true,    nullptr, nullptr};
+        return {nullptr,   {nullptr, 0}, a.width, a.limit, a.shift, nullptr, 0,      nullptr,
+                rotations, nullptr,      true,    nullptr, nullptr, 0,       nullptr};
     }
 
     Measure measure_;

@@ -1,16 +1,13 @@
-// Rotations of blocks: random signs and a fast Walsh-Hadamard transform, its strides ascending, as the
-// reference says. A first pass does the strides within `kSpan` coordinates in registers, a last one the rest;
-// what comes before the first and after the last is a source or sink of flow.h.
+// Rotations of blocks: random signs and Hadamard matrices, their butterflies in the order that the reference
+// has. A first pass does those within runs of `kSpan` coordinates, a last one those between runs; what comes
+// before the first and after the last is a source or sink of flow.h.
 #pragma once
 #include "blocks.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
-#if GCCOMM_SIMD == 512
-constexpr int kSpan = 256, kRadix = 4;
-#else
-constexpr int kSpan = 64, kRadix = 4;  // with half the registers: a pass more
-#endif
+constexpr int kRow = 16, kSpan = kRow * kRow;  // of longer parts, rows and runs of them
+constexpr int kRadix = kBlock / kSpan;
 
 template <int value>
 struct Constant {
@@ -27,18 +24,18 @@ GCCOMM_FN void unrolled(Function f) {
 }
 #define GCCOMM_INLINE __attribute__((always_inline))
 
-// Butterflies between vectors whose numbers differ in one bit, lowest bit first.
+// Butterflies between vectors whose numbers differ in one bit, lowest bit first. `one`: see one_apart().
 template <int count, int stride = 1>
-GCCOMM_FN void vector_butterflies(F (&v)[count]) {
+GCCOMM_FN void vector_butterflies(F (&v)[count], F one) {
     if constexpr (stride < count) {
         unrolled<count>([&](auto i) GCCOMM_INLINE {
             if constexpr ((i.at & stride) == 0) {
                 const F a = v[i.at], b = v[i.at + stride];
                 v[i.at] = a + b;
-                v[i.at + stride] = a - b;
+                v[i.at + stride] = difference(a, b, one);
             }
         });
-        vector_butterflies<count, 2 * stride>(v);
+        vector_butterflies<count, 2 * stride>(v, one);
     }
 }
 
@@ -50,73 +47,107 @@ GCCOMM_FN F lane_butterflies(F x) {
         return x;
 }
 
-// Butterfly n of those of vector_butterflies(), in the same order.
-template <int n, int count>
-GCCOMM_FN void vector_butterfly(F (&v)[count]) {
-    constexpr int stride = 1 << n / (count / 2), place = n % (count / 2);
-    constexpr int i = (place & -stride) * 2 + place % stride;
-    const F a = v[i], b = v[i + stride];
-    v[i] = a + b;
-    v[i + stride] = a - b;
-}
-
-// Butterflies between the lanes of vectors 2 k and 2 k + 1 of the span at i; between them and after them
-// `meanwhile` is called with 0 and 1.
-template <int k, int count, class Source, class Function>
-GCCOMM_FN void first_lanes(Source& source, int i, F (&v)[count], Function meanwhile) {
-    const Pair pair = source.next(i + k * kPair);
-    v[2 * k] = lane_butterflies(pair.low);
-    meanwhile(Constant<0>{});
-    v[2 * k + 1] = lane_butterflies(pair.high);
-    meanwhile(Constant<1>{});
-}
-
-// With many registers, the vectors of one span and the lanes of the next have their butterflies by turns:
-// they wait for other units of the processor, and each for its own results.
+// All strides within spans of up to 128, in registers.
 template <int span, class Source>
-GCCOMM_FN void first_pass(Source& source, int from, int to, float* out) {
+GCCOMM_FN void short_pass(Source& source, int from, int to, float* out) {
     constexpr int count = span / kLanes;
-    constexpr bool by_turns = GCCOMM_SIMD == 512 && count == 16;
-    F v[count], next[count];
-    const auto lanes = [&](int i, F(&target)[count], auto meanwhile) GCCOMM_INLINE {
-        unrolled<count / 2>([&](auto k) GCCOMM_INLINE {
-            first_lanes<k.at>(source, i, target, [&](auto part) GCCOMM_INLINE { meanwhile(k, part); });
-        });
-    };
-    const auto nothing = [](auto, auto) GCCOMM_INLINE {};
-    const auto two = [&](auto k, auto part) GCCOMM_INLINE {
-        if constexpr (by_turns) {
-            vector_butterfly<4 * k.at + 2 * part.at>(v);
-            vector_butterfly<4 * k.at + 2 * part.at + 1>(v);
-        }
-    };
-    if constexpr (by_turns) lanes(from, v, nothing);
+    const F one = one_apart();
     for (int i = from; i < to; i += span) {
-        const bool more = by_turns && i + span < to;
-        if constexpr (!by_turns) lanes(i, v, nothing);
-        if (more)
-            lanes(i + span, next, two);
-        else
-            vector_butterflies(v);
+        F v[count];
+        unrolled<count / 2>([&](auto k) GCCOMM_INLINE {
+            const Pair pair = source.next(i + k.at * kPair);
+            v[2 * k.at] = lane_butterflies(pair.low);
+            v[2 * k.at + 1] = lane_butterflies(pair.high);
+        });
+        vector_butterflies(v, one);
         unrolled<count>([&](auto k) GCCOMM_INLINE { store(out + i + k.at * kLanes, v[k.at]); });
-        if (more) unrolled<count>([&](auto k) GCCOMM_INLINE { v[k.at] = next[k.at]; });
     }
 }
 
-// The strides from 1 to length / 2 / radix of `length` coordinates are done; this does the others. They go to
-// `sink` times `scale`; to a sink of columns, all that lie length / radix apart at a time. `meanwhile` is
-// called with the place of each pair that is done.
+#if GCCOMM_SIMD == 512
+// Runs: butterflies between rows, then row v turned by v, and butterflies between rows again. A row is a
+// vector.
+template <bool back, class Source>
+GCCOMM_FN void run_pass(Source& source, int from, int to, float* out) {
+    const F one = one_apart();
+    for (int i = from; i < to; i += kSpan) {
+        F v[kRow];
+        unrolled<kRow / 2>([&](auto k) GCCOMM_INLINE {
+            const Pair pair = source.next(i + k.at * kPair);
+            v[2 * k.at] = pair.low;
+            v[2 * k.at + 1] = pair.high;
+        });
+        vector_butterflies(v, one);
+        unrolled<kRow>([&](auto k) GCCOMM_INLINE { v[k.at] = turned<back ? kRow - k.at : k.at>(v[k.at]); });
+        vector_butterflies(v, one);
+        unrolled<kRow>([&](auto k) GCCOMM_INLINE { store(out + i + k.at * kRow, v[k.at]); });
+    }
+}
+#else
+// Butterflies between rows whose numbers differ in `stride`, then in twice that; `load` and `put` are called
+// with places in a run.
+template <int stride, class Load, class Put>
+GCCOMM_FN void four_rows(Load load, Put put) {
+    const F one = one_apart();
+    for (int row = 0; row < kRow; row += (row + 1) % stride == 0 ? 3 * stride + 1 : 1)
+        for (int at = kRow * row; at < kRow * (row + 1); at += kPair) {
+            F low[4], high[4];
+            unrolled<4>([&](auto k) GCCOMM_INLINE {
+                const Pair pair = load(at + k.at * stride * kRow);
+                low[k.at] = pair.low;
+                high[k.at] = pair.high;
+            });
+            vector_butterflies(low, one);
+            vector_butterflies(high, one);
+            unrolled<4>([&](auto k)
+                            GCCOMM_INLINE { put(at + k.at * stride * kRow, {low[k.at], high[k.at]}); });
+        }
+}
+
+// Runs: butterflies between rows, then row v turned by v, and butterflies between rows again. With fewer
+// registers than rows: in memory, where rows that are turned are read from the midst of two of a kind.
+template <bool back, class Source>
+inline void run_pass(Source& source, int from, int to, float* out) {
+    alignas(kLineBytes) float rows[kSpan], twice[2 * kSpan];
+    const auto place = [](int at) { return 2 * at - at % kRow; };
+    const NearFloats near{rows};
+    const FloatSink<Memory::near> keep{{rows}}, first{{twice}}, second{{twice + kRow}};
+    for (int i = from; i < to; i += kSpan) {
+        four_rows<1>([&](int at) GCCOMM_INLINE { return source.next(i + at); },
+                     [&](int at, Pair v) GCCOMM_INLINE { keep.put(at, v); });
+        four_rows<4>([&](int at) GCCOMM_INLINE { return near.next(at); },
+                     [&](int at, Pair v) GCCOMM_INLINE {
+                         first.put(place(at), v);
+                         second.put(place(at), v);
+                     });
+        four_rows<1>(
+            [&](int at) GCCOMM_INLINE {
+                const int turn = back ? (kRow - at / kRow) % kRow : at / kRow;
+                return NearFloats{twice}.next(place(at) + turn);
+            },
+            [&](int at, Pair v) GCCOMM_INLINE { keep.put(at, v); });
+        const FloatSink<Memory::near> done{{out + i}};
+        four_rows<4>([&](int at) GCCOMM_INLINE { return near.next(at); },
+                     [&](int at, Pair v) GCCOMM_INLINE { done.put(at, v); });
+    }
+}
+#endif
+
+// The butterflies within `radix` parts of `length` coordinates are done; this does those between them. They
+// go to `sink` times `scale`; to a sink of columns, all that lie length / radix apart at a time. `meanwhile`
+// is called with the place of each pair that is done.
 template <int radix, bool scaled, class Sink, class Function>
 GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink& sink, Function meanwhile) {
     const int stride = length / radix;
+    const F one = one_apart();
     for (int j = from; j < from + stride; j += kPair) {
         F low[radix], high[radix];
         unrolled<radix>([&](auto k) GCCOMM_INLINE {
             low[k.at] = load<F>(x + j + k.at * stride);
             high[k.at] = load<F>(x + j + k.at * stride + kLanes);
         });
-        vector_butterflies(low);
-        vector_butterflies(high);
+        vector_butterflies(low, one);
+        vector_butterflies(high, one);
         if constexpr (Sink::columns) {
             sink.put_column(j, low, high);
         } else {
@@ -139,21 +170,11 @@ GCCOMM_FN void last_pass(const float* x, int from, int length, float scale, Sink
 
 using NearSink = FloatSink<Memory::near>;
 
-// Butterflies in place, with the strides kSpan up to what the last pass does.
-inline void middle_pass(float* x, int length) {
-    const NearSink sink{{x}};
-    if (kSpan * kRadix * 4 == length)
-        for (int i = 0; i < length; i += kSpan * 4) last_pass<4, false>(x, i, kSpan * 4, 1, sink);
-    else if (kSpan * kRadix * 2 == length)
-        for (int i = 0; i < length; i += kSpan * 2) last_pass<2, false>(x, i, kSpan * 2, 1, sink);
-}
-
-// Transforms one part of any length in place, but for the strides within kSpan.
+// Transforms one part of any length in place, but for what is within runs.
 inline void finish_part(float* x, int length, float scale) {
     const NearSink sink{{x}};
-    middle_pass(x, length);
-    if (length >= kSpan * 4) return last_pass<4, true>(x, 0, length, scale, sink);
-    if (length >= kSpan * 2) return last_pass<2, true>(x, 0, length, scale, sink);
+    if (length == 4 * kSpan) return last_pass<4, true>(x, 0, length, scale, sink);
+    if (length == 2 * kSpan) return last_pass<2, true>(x, 0, length, scale, sink);
     last_pass<1, true>(x, 0, length, scale, sink);
 }
 
@@ -237,7 +258,7 @@ class Rotator {
         for (int i = 0; i < n; i += part_of(n - i)) {
             const int part = part_of(n - i);
             FlippedSource<Source> flipped{source, signs_[0], factor(part)};
-            begin(flipped, i, part);
+            begin<false>(flipped, i, part);
             finish_part(y_.at + i, part, count_ == 1 ? part_scale(part) : 1.0f);
             if (count_ == 2) again(i, part);
         }
@@ -247,14 +268,12 @@ class Rotator {
     template <class Source>
     GCCOMM_FN void start_whole(Source source, float factor) {
         FlippedSource<Source> flipped{source, signs_[0], factor};
-        begin(flipped, 0, kBlock);
-        middle_pass(y_.at, kBlock);
+        begin<false>(flipped, 0, kBlock);
         if (count_ < 2) return;
         last_pass<kRadix, false>(y_.at, 0, kBlock, 1, near_);
         NearFloats staged{y_.at};
         FlippedSource<NearFloats> second{staged, signs_[1], 1.0f / 32};
-        begin(second, 0, kBlock);
-        middle_pass(y_.at, kBlock);
+        begin<false>(second, 0, kBlock);
     }
 
     template <class Sink>
@@ -269,7 +288,7 @@ class Rotator {
         for (int i = 0; i < n; i += part_of(n - i)) {
             const int part = part_of(n - i);
             ScaledSource<Source> scaled{source, unscale(part)};
-            begin(scaled, i, part);
+            begin<true>(scaled, i, part);
             finish_part(y_.at + i, part, 1);
             for (int t = count_ - 1; t >= 0; t--) unflip(i, part, t, t == 0 ? factor : 1.0f);
         }
@@ -278,14 +297,12 @@ class Rotator {
     // The same of a block of 1024, all but the last pass; the source has multiplied by unscale(kBlock).
     template <class Source>
     GCCOMM_FN void start_whole_back(Source& source) {
-        begin(source, 0, kBlock);
-        middle_pass(y_.at, kBlock);
+        begin<true>(source, 0, kBlock);
         if (count_ < 2) return;
         FlippedSink<const NearSink> second{near_, signs_[1], 1};
         last_pass<kRadix, false>(y_.at, 0, kBlock, 1, second);
         NearFloats staged{y_.at};
-        begin(staged, 0, kBlock);
-        middle_pass(y_.at, kBlock);
+        begin<true>(staged, 0, kBlock);
     }
 
     template <class Sink>
@@ -307,20 +324,21 @@ class Rotator {
     }
 
  private:
-    template <class Source>
+    // The first pass, of the transform or of its inverse.
+    template <bool back, class Source>
     GCCOMM_FN void begin(Source& source, int from, int part) {
         if (part >= kSpan)
-            first_pass<kSpan>(source, from, from + part, y_.at);
+            run_pass<back>(source, from, from + part, y_.at);
         else if (part == kSmallestPart)
-            first_pass<kSmallestPart>(source, from, from + part, y_.at);
+            short_pass<kSmallestPart>(source, from, from + part, y_.at);
         else
-            first_pass<2 * kSmallestPart>(source, from, from + part, y_.at);
+            short_pass<2 * kSmallestPart>(source, from, from + part, y_.at);
     }
 
     void again(int from, int part) {
         NearFloats staged{y_.at};
         FlippedSource<NearFloats> flipped{staged, signs_[1], 1.0f / 32};
-        begin(flipped, from, part);
+        begin<false>(flipped, from, part);
         finish_part(y_.at + from, part, 1);
     }
 
@@ -332,7 +350,7 @@ class Rotator {
             for (int i = from; i < from + part; i += kPair) near_.put(i, flipped.next(i));
             return;
         }
-        begin(flipped, from, part);
+        begin<true>(flipped, from, part);
         finish_part(y_.at + from, part, 1);
     }
 

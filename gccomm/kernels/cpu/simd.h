@@ -144,6 +144,33 @@ GCCOMM_FN F lane_butterfly(F x) {
 #endif
 }
 
+// 1, which the compiler does not know to be that.
+GCCOMM_FN F one_apart() {
+    F one = F{} + 1.0f;
+#if GCCOMM_SIMD == 512
+    __asm__("" : "+v"(one));
+#endif
+    return one;
+}
+
+// a - b. Where vectors are so long that sums and products each have one unit of the processor, it is done by
+// that for products: the product by 1 is exact.
+GCCOMM_FN F difference(F a, F b, [[maybe_unused]] F one) {
+#if GCCOMM_SIMD == 512
+    return (F)_mm512_fmsub_ps((__m512)a, (__m512)one, (__m512)b);
+#else
+    return a - b;
+#endif
+}
+
+#if GCCOMM_SIMD == 512
+// Lane i + n, mod 16, in lane i.
+template <int n>
+GCCOMM_FN F turned(F x) {
+    return (F)_mm512_alignr_epi32((__m512i)x, (__m512i)x, n % 16);
+}
+#endif
+
 // The sum, or the largest, of all lanes.
 template <int stride = kLanes / 2>
 GCCOMM_FN u32 sum_of_lanes(U x) {

@@ -1,5 +1,5 @@
-// Rotations of blocks: random signs and a fast Walsh-Hadamard transform, its strides ascending, in four
-// passes of up to three strides each, between which coordinates change threads through shared memory.
+// Rotations of blocks: random signs and Hadamard matrices, their butterflies in the order that the reference
+// has, in passes of up to three strides each, between which coordinates change threads through shared memory.
 #pragma once
 #include "values.cuh"
 
@@ -40,38 +40,62 @@ __device__ void butterflies(float (&y)[kHeld], Apply apply) {
         }
 }
 
-// A pass over the coordinates `base` + k * `step`.
-template <class Apply>
-__device__ void pass(Team& team, int base, int step, Apply apply) {
+constexpr int kRow = 16, kSpan = kRow * kRow;  // of longer parts, rows and runs of them
+
+// A pass over the coordinates `base` + k * `step`, which come back at `to(i)`.
+template <class Apply, class To>
+__device__ void pass(Team& team, int base, int step, Apply apply, To to) {
     float y[kHeld];
     __syncthreads();
     for (int k = 0; k < kHeld; k++) y[k] = float_of(team.at[place(base + k * step)]);
     butterflies(y, apply);
-    for (int k = 0; k < kHeld; k++) team.at[place(base + k * step)] = bits_of(y[k]);
+    __syncthreads();  // another thread's coordinate may be at the place
+    for (int k = 0; k < kHeld; k++) team.at[place(to(base + k * step))] = bits_of(y[k]);
 }
 
-// Transforms the parts of a block of n coordinates, padded: from runs into columns.
-__device__ inline void transform(Team& team, float (&y)[kHeld], int n) {
-    const auto all = [](int, int) { return true; };
-    butterflies(y, all);  // strides 1, 2, 4
+// The strides 16, 32 and 64, as far as `apply(i, stride)` wants them. A warp has two rows of all eight.
+template <class Apply>
+__device__ void middle_strides(Team& team, Apply apply) {
+    const int t = thread(), base = (t & 15) | (t >> 4 & 1) << 9 | t >> 5 << 7;
+    pass(
+        team, base, kRow, [&](int k, int stride) { return apply(base + kRow * k, kRow * stride); },
+        [](int i) { return i; });
+}
+
+// Transforms the parts of a block of n coordinates, padded, or transforms them `back`: from runs into
+// columns.
+template <bool back>
+__device__ void transform(Team& team, float (&y)[kHeld], int n) {
+    const auto length = [&](int i) { return n == kBlock ? kBlock : i < n ? part_at(n, i) : 0; };
+    const auto is_short = [&](int i, int stride) { return length(i) < kSpan && stride < length(i); };
+    const auto is_long = [&](int i, int) { return length(i) >= kSpan; };
+    const bool shorts = n % kSpan != 0;  // parts of 64 and 128: strides from 1 on
+    const int t = thread();
+    if (shorts) butterflies(y, [&](int k, int stride) { return is_short(Runs::at(k), stride); });
     __syncthreads();
     put<Runs>(team, y);
-    const int t = thread();
-    // 8, 16, 32: a warp has coordinates 0 and 1 of all 16 parts of 64.
-    pass(team, (t & 1) | t >> 5 << 1 | (t >> 1 & 15) << 6, 8, all);
-    const int base = (t & 63) | t >> 6 << 9;  // 64, 128, 256, where the part is longer
-    pass(team, base, 64, [&](int k, int stride) {
-        const int i = base + 64 * k;
-        return n == kBlock || (i < n && 64 * stride < part_at(n, i));
-    });
+    if (shorts) {  // 8: the others are in other passes
+        const int base = (t & 1) | t >> 5 << 1 | (t >> 1 & 15) << 6;
+        pass(
+            team, base, 8, [&](int k, int stride) { return stride == 1 && is_short(base + 8 * k, 8); },
+            [](int i) { return i; });
+    }
+    middle_strides(team, [&](int i, int stride) { return is_long(i, stride) || is_short(i, stride); });
+    // 128, then each row is turned.
+    const auto turned = [&](int i) {
+        const int row = i / kRow, turn = back ? row : -row;
+        return is_long(i, 0) ? (i & ~(kRow - 1)) | ((i + turn) & (kRow - 1)) : i;
+    };
+    pass(
+        team, t, kThreads, [&](int k, int stride) { return stride == 1 && is_long(t + kThreads * k, 0); },
+        turned);
+    middle_strides(team, is_long);
     __syncthreads();
     get<Columns>(team, y);
-    if (n < kBlock) return;
-    for (int k = 0; k < kHeld / 2; k++) {  // 512
-        const float a = y[k], b = y[k + kHeld / 2];
-        y[k] = a + b;
-        y[k + kHeld / 2] = a - b;
-    }
+    butterflies(y, [&](int k, int stride) {  // 128, 256, 512
+        const int i = Columns::at(k);
+        return is_long(i, 0) && kThreads * stride < length(i);
+    });
 }
 
 // The signs of the rotations of a block, for all threads.
@@ -96,12 +120,12 @@ __device__ void flip(const Team& team, int rotation, float (&y)[kHeld]) {
 // runs into columns. Needs set_signs().
 __device__ inline void rotate(Team& team, float (&y)[kHeld], int n, int rotations) {
     flip<Runs>(team, 0, y);
-    transform(team, y, n);
+    transform<false>(team, y, n);
     if (rotations == 2) {
         for (int k = 0; k < kHeld; k++) y[k] *= 1.0f / 32;
         flip<Columns>(team, 1, y);
         columns_to_runs(team, y);
-        return transform(team, y, n);
+        return transform<false>(team, y, n);
     }
     for (int k = 0; k < kHeld; k++)
         if (Columns::at(k) < n) y[k] *= part_scale(part_at(n, Columns::at(k)));
@@ -114,11 +138,11 @@ __device__ inline void unrotate(Team& team, float (&y)[kHeld], int n, int rotati
         const float factor = rotations == 2 ? 32.0f / static_cast<float>(length) : part_unscale(length);
         for (int k = 0; k < kHeld; k++) y[k] *= factor;
     }
-    transform(team, y, n);
+    transform<true>(team, y, n);
     if (rotations == 2) {
         flip<Columns>(team, 1, y);
         columns_to_runs(team, y);
-        transform(team, y, n);
+        transform<true>(team, y, n);
     }
     flip<Columns>(team, 0, y);
 }

@@ -1,12 +1,16 @@
-"""The shared random rotation of a block: random signs and a fast Walsh-Hadamard transform.
+"""The shared random rotation of a block: random signs and a Hadamard matrix.
 
 A block of at most 1024 coordinates is filled up with zeros to a multiple of 64 and cut into *parts* whose
 lengths L are the powers of two that make up its length, largest first; each part is rotated by itself.  One
 rotation gives coordinates of 1/32 of the orthonormal ones, whatever L is, so one scale suits the whole block,
 and no intermediate value is larger than the largest coordinate: 1e38 everywhere stays finite.
 
-The transform is a sequence of butterflies (a + b, a - b) with strides 1, 2, 4 ... L/2, in that order; the
-order decides how sums round, and every target keeps to it.
+The matrix, of 1 and -1, is a sequence of butterflies (a + b, a - b).  Parts of 64 and 128 have the strides
+1, 2, 4 ... L/2, in that order: a fast Walsh-Hadamard transform.  Longer parts are cut into runs of 16 rows of
+16 coordinates.  Each run has the strides 16, 32, 64 and 128, that is between rows; then row v is turned by v
+places, so that no two rows meet in the same place as before; then the same strides once more.  Now each
+coordinate is made of all 256, at the price of one turn in place of four butterflies within vectors.  The
+strides from 256 on come last.  The order decides how sums round, and every target keeps to it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ __all__ = ["Rotation", "padded", "parts", "rotate", "sign_words", "unrotate"]
 
 BLOCK = 1024
 SMALLEST_PART = 64
+ROW, RUN = 16, 256  # coordinates
 
 
 class Rotation(NamedTuple):
@@ -81,16 +86,33 @@ def _flip(xp: Namespace, x: Array, words: Array) -> Array:
     return view(view(x, xp.uint32) ^ bits.reshape((blocks, length)), xp.float32)
 
 
-def _butterflies(xp: Namespace, x: Array) -> Array:
-    """Transform along the last axis, whose length is a power of two."""
+def _butterflies(xp: Namespace, x: Array, first: int, end: int) -> Array:
+    """Do the strides from ``first``, each twice the last, below ``end`` along the last axis."""
     blocks, length = x.shape
-    stride = 1
-    while stride < length:
+    stride = first
+    while stride < end:
         pairs = x.reshape((blocks, length // (2 * stride), 2, stride))
         low, high = pairs[:, :, 0], pairs[:, :, 1]
         x = xp.stack([low + high, low - high], axis=2).reshape((blocks, length))
         stride *= 2
     return x
+
+
+def _turned(xp: Namespace, x: Array, direction: int) -> Array:
+    """Take place l of row v of each run from place l + v, or l - v, mod 16."""
+    row, place = xp.arange(ROW)[:, None], xp.arange(ROW)[None, :]
+    source = (row * ROW + (place + direction * row) % ROW).reshape(RUN)
+    return xp.take(x.reshape((-1, RUN)), source, axis=1).reshape(x.shape)
+
+
+def _matrix(xp: Namespace, x: Array, direction: int) -> Array:
+    """Multiply parts, shape (blocks, L), by the matrix (direction 1) or its transpose (-1)."""
+    length = x.shape[1]
+    if length < RUN:
+        return _butterflies(xp, x, 1, length)
+    x = _butterflies(xp, x, ROW, RUN)
+    x = _butterflies(xp, _turned(xp, x, direction), ROW, RUN)
+    return _butterflies(xp, x, RUN, length)
 
 
 def _by_part(xp: Namespace, x: Array, function: Array) -> Array:
@@ -99,8 +121,8 @@ def _by_part(xp: Namespace, x: Array, function: Array) -> Array:
     return xp.concatenate(done, axis=1)
 
 
-def _transform(xp: Namespace, x: Array) -> Array:
-    return _by_part(xp, x, lambda part, _: _butterflies(xp, part))
+def _transform(xp: Namespace, x: Array, direction: int = 1) -> Array:
+    return _by_part(xp, x, lambda part, _: _matrix(xp, part, direction))
 
 
 def _scaled(xp: Namespace, part: Array, exponent: Array | None, size: int) -> Array:
@@ -179,7 +201,7 @@ def unrotate(xp: Namespace, y: Array, rotation: Rotation, length: int, scales: A
             return part * xp.float32(32 / size)
         return part if size == BLOCK else part * xp.float32(32 / math.sqrt(size))
 
-    x = _transform(xp, _pinned(xp, _by_part(xp, y, scaled), scales))
+    x = _transform(xp, _pinned(xp, _by_part(xp, y, scaled), scales), -1)
     if rotation.rotations == 2:
-        x = _transform(xp, _flip(xp, x, rotation.signs[:, 1]))
+        x = _transform(xp, _flip(xp, x, rotation.signs[:, 1]), -1)
     return _flip(xp, x, rotation.signs[:, 0])[:, :length]
