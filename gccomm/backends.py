@@ -73,11 +73,12 @@ class Backend(Protocol):
     """One process of a group, and the collective operations of that group.
 
     A back end may also have ``room(nbytes)`` and ``sum_into(words, out)``: memory from which the next sum, of
-    words or of floats, goes without a copy (uint8, or None where there is no such memory), and the sum from
-    there to elsewhere; and ``begin(kind, send, recv)`` and ``end(handle)``: a reduction ("words", "maximum"
-    or a `FloatName`), begun and completed, of which two are on their way at a time (handle None: it is
-    complete); ``go_on()`` lets these go on where the host waits for a device, and returns whether there are
-    any. Where its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a
+    words or of floats, goes without a copy (uint8, or None where there is no such memory; no other call may
+    come before that sum), and the sum from there to elsewhere; and ``begin(kind, send, recv)`` and
+    ``end(handle)``: a reduction ("words", "maximum" or a `FloatName`), begun and completed in the same order
+    on all ranks, of which two are on their way at a time (handle None: it is complete); ``go_on()`` lets
+    these go on where the host waits for a device, and returns whether there are any. Where its
+    ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a
     `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding, and float sums
     may be of 64 times as many numbers as elsewhere. With ``first_words`` above 0 it takes the maximum or sum
     of up to so many words where ranks hold different numbers of them, and reduces those that all hold: first

@@ -1,9 +1,9 @@
 """Keys of the noise, in plain integers.
 
-Every rank draws the same 32-bit hash per (tensor key, seed, step, block, coordinate).  The first two stages,
-tensor key and step key, are computed once per tensor and step and live here; the block and coordinate stages
-belong to the kernels (:mod:`gccomm.kernels.reference` is their specification).  Nothing here depends on
-Python's own salted ``hash`` or on any random state of the user's.
+Every rank draws the same 16 bits per (tensor key, seed, step, block, coordinate), two of which share a hash.
+The first two stages, tensor key and step key, are computed once per tensor and step and live here; the block
+and coordinate stages belong to the kernels (:mod:`gccomm.kernels.reference` is their specification).  Nothing
+here depends on Python's own salted ``hash`` or on any random state of the user's.
 """
 
 from __future__ import annotations

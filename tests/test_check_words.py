@@ -103,6 +103,23 @@ def test_overflows_are_seen(hashes: Array, width: int, top: bool, turns: tuple[i
     assert changes.missed() == 0
 
 
+@pytest.mark.parametrize("width", [2, 4, 8, 16])
+@pytest.mark.parametrize("turns", [(1, 1), (1, -1), (1, -2), (-2, 1)])
+def test_overflows_half_a_block_apart_are_seen(hashes: Array, width: int, turns: tuple[int, int]) -> None:
+    """Their weights come from one hash."""
+    rng = np.random.default_rng([width, 2 + turns[0], 2 + turns[1]])
+    count, half = PATTERNS // 16, lanes(width) // 2
+    q, rows = sums_of_a_word(rng, width, count), np.arange(count)
+    lane = rng.integers(0, half, count)
+    q[rows, lane] += turns[0] << width
+    q[rows, lane + half] += turns[1] << width
+    places = places_of(width, rng.integers(0, SPAN, count), rng.integers(0, BLOCK // lanes(width), count))
+    assert (np.diff(places[:, [0, half]]) == BLOCK // 2).all()
+    changes = Changes(hashes, rng, count)
+    changes.add(places, unpack(np, packed(q, width), width, lanes(width)) - q)
+    assert changes.missed() == 0
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("flips", [1, 2])
 def test_flipped_bits_are_seen(hashes: Array, width: int, flips: int) -> None:

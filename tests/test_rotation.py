@@ -15,7 +15,7 @@ from gccomm.kernels.reference.rotation import parts
 from tests.word_batches import Batch, Tensor
 
 Array: TypeAlias = np.ndarray[Any, Any]
-LENGTHS = (1, 63, 64, 65, 127, 512, 700, 768, 1000, 1023, 1024)
+LENGTHS = (1, 63, 64, 65, 127, 320, 512, 700, 768, 960, 1000, 1023, 1024)
 BOTH = pytest.mark.parametrize("rotations", [1, 2])
 
 

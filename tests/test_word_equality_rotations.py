@@ -16,7 +16,7 @@ from gccomm.kernels import reference
 from gccomm.kernels.reference import Grid, Rotation
 from tests.word_batches import FLOATS, Array, Batch, Tensor, assert_same, every_level, make
 
-SIZES = (1, 63, 64, 65, 127, 700, 768, 1000, 1023, 1024, 1025)
+SIZES = (1, 63, 64, 65, 127, 320, 700, 768, 960, 1000, 1023, 1024, 1025)
 LARGEST_LIMIT = 32767 * 65536
 
 

@@ -105,7 +105,8 @@ class MpiBackend(OnChannel):
     def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | Flight | Shared | None:
         """Begin a reduction, "maximum", "words" or a float format; None if it is complete already.
 
-        Several may be on their way. Their arrays are left alone until :meth:`end`.
+        Several may be on their way. Their arrays are left alone until :meth:`end`. All ranks must begin and
+        end them in the same order, with no other call between :meth:`room` and the sum that goes from there.
         """
         operator = {"maximum": MAXIMUM, "words": SUM}.get(kind) or sum_of(kind)  # type: ignore[arg-type]
         name = kind if kind == "maximum" else "sum" if kind == "words" else f"{kind} sum"
@@ -116,7 +117,7 @@ class MpiBackend(OnChannel):
             with self._operation(name, (send, recv)):
                 return window.post(name, source, flat, operator.kind)
         short = 0 < recv.nbytes <= PIECE_BYTES and recv.size <= messages.max_count
-        if hierarchy is not None and short and recv.nbytes <= hierarchy.chunk_bytes:
+        if hierarchy is not None and short:
             with self._operation(name, (send, recv)):
                 return hierarchy.begin(name, source, flat, operator)
         if window is None and hierarchy is None and self.size > 1 and short:

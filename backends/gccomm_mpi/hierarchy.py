@@ -76,25 +76,29 @@ class Hierarchy:
             self._chunk_of(name, source, target, operator)
 
     def begin(self, name: str, send: Array, recv: Array, operator: Operator) -> Shared:
-        """Begin to reduce a chunk: it is on its way between hosts when its ranks have added it up."""
-        part, flight = self._collect(name, send, recv, operator), None
+        """Begin to reduce flat arrays: a host's sum is on its way to others when its ranks have added up.
+
+        Ranks of a host must begin and end the same reductions in the same order.
+        """
+        part, flight = send, None
+        if self.window is not None:
+            part, step = recv, self.chunk_bytes // recv.itemsize
+            for low in range(0, recv.size, step):
+                own = send[low : low + step]
+                self.window.collect(name, own, recv[low : low + step], operator.kind)
         if self.leaders is not None:
             flight = self.leaders.begin(name, part, recv, operator)
         return Shared(name, flight, recv, 0)
 
     def _chunk_of(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
-        part = self._collect(name, send, recv, operator)
+        part = send
+        if self.window is not None:
+            self.window.collect(name, send, recv, operator.kind)
+            part = recv
         if self.leaders is not None:
             self.leaders.reduce(name, part, recv, operator)
         if self.window is not None:
             self.window.spread(name, recv)
-
-    def _collect(self, name: str, send: Array, recv: Array, operator: Operator) -> Array:
-        """Reduce over the host's ranks; return where its first one has the result."""
-        if self.window is None:
-            return send
-        self.window.collect(name, send, recv, operator.kind)
-        return recv
 
     def gather(self, name: str, send: Array, recv: Array | None, kind: str, place: int) -> None:
         """Sum floats over the host's ranks, in their order, into `recv` of the one at a place."""

@@ -41,7 +41,7 @@ CHUNK_BYTES = 256 << 10  # of data that are copied into a slot
 FEW_RANKS = 3  # up to which each joins all data of the others
 COPIED_BYTES = 16 << 10  # up to which few ranks copy data into their slots
 SHARED_BYTES = 64 << 10  # from here on more ranks join one share each
-STREAM_BYTES = 8 << 20  # results of this size are written past the caches
+STREAM_BYTES = 4 << 20  # results of this size are written past the caches
 
 _WORDS = ("words", "maximum")
 _POSTED, _SHARED, _FINISHED = 0, 64, 128  # places of the flags

@@ -175,23 +175,17 @@ GCCOMM_FN float float_below(i32 limit) {
 // ---- rounding with shared dither
 // ---------------------------------------------------------------------------
 
-// One coordinate in 16-bit fixed point: `x * factor`, clamped, plus dither. `dither` is the noise plus the
-// rank's shift << 16; only its upper half counts. `even` promises that the limit is a float32: then clamping
-// before rounding is the same as clamping after it, and cheaper.
+// The integer of one coordinate: `x * factor` in 16-bit fixed point, clamped, plus dither, floored. `dither`
+// is the noise plus the rank's shift << 16; only its upper half counts. `even` promises that the limit is a
+// float32: then clamping before rounding is the same as clamping after it, and cheaper.
 template <class Ops, bool even>
-GCCOMM_FN typename Ops::I dithered(typename Ops::F x, float factor, i32 limit, typename Ops::U dither) {
+GCCOMM_FN typename Ops::I quantise(typename Ops::F x, float factor, i32 limit, typename Ops::U dither) {
     typename Ops::I y;
     if constexpr (even)
         y = Ops::round(Ops::clamp(x * factor, static_cast<float>(limit)));
     else
         y = Ops::clamp(Ops::round(Ops::clamp(x * factor, kMaxFixed)), limit);
-    return y + Ops::as_int(dither >> 16);
-}
-
-// Its integer: the same, floored.
-template <class Ops, bool even>
-GCCOMM_FN typename Ops::I quantise(typename Ops::F x, float factor, i32 limit, typename Ops::U dither) {
-    return dithered<Ops, even>(x, factor, limit, dither) >> 16;
+    return (y + Ops::as_int(dither >> 16)) >> 16;
 }
 
 // The same where only some of the integers 0 ... g, the grid points, may come out: `u` is the coordinate in

@@ -366,8 +366,13 @@ class Decoder {
 
     template <class Sink>
     void dequantise(const Sink& sink, int n, const Unrounding& r, u32* check, u32* energy) const {
+        constexpr bool lines = kPair * sizeof(typename Sink::Element) >= kLineBytes;  // in a pair
+        const bool halves = n == kBlock && sink.head(n) == 0 && (lines || !args_.stream);
         with_sums(r, check, energy, [&](auto& source) GCCOMM_INLINE {
-            n == kBlock&& sink.head(n) == 0 ? put_all(source, sink) : flow(source, sink, n);
+            if (halves)
+                put_all(source, sink);
+            else
+                flow(source, sink, n);
         });
     }
 

@@ -77,7 +77,7 @@ template <bool checked, bool even>
 class Rounder {
  public:
     static constexpr bool columns = false;
-    GCCOMM_FN explicit Rounder(const Rounding& r) : r_(r), first_(r.noise.counter(0)) {}
+    GCCOMM_FN explicit Rounder(const Rounding& r) : r_(r) {}
 
     Check check;
 
@@ -97,11 +97,9 @@ class Rounder {
     GCCOMM_FN I fixed(F v) const {
         return VectorOps::round(VectorOps::clamp(v * r_.factor, static_cast<float>(r_.limit)));
     }
-    GCCOMM_FN U counter(int i) const { return first_ + static_cast<u32>(i) * kGolden; }
 
  private:
     const Rounding r_;
-    const U first_;
 };
 
 // Pairs come one after the other; integers go to `q`.
@@ -128,7 +126,7 @@ class ColumnSink : public Rounder<checked, even> {
  public:
     static constexpr bool columns = true;
     GCCOMM_FN ColumnSink(const Rounding& r, i32* q)
-        : Rounder<checked, even>(r), out_(q), next_(this->counter(0)) {}
+        : Rounder<checked, even>(r), out_(q), next_(r.noise.counter(0)) {}
 
     GCCOMM_FN void put_column(int j, const F (&low)[4], const F (&high)[4]) {
         put_vectors(j, low);
@@ -181,7 +179,7 @@ class PackingSink : public Rounder<checked, true> {
  public:
     static constexpr bool columns = true;
     GCCOMM_FN PackingSink(const Rounding& r, u32* words)
-        : Rounder<checked, true>(r), words_(words), next_(this->counter(0)) {}
+        : Rounder<checked, true>(r), words_(words), next_(r.noise.counter(0)) {}
 
     GCCOMM_FN void put_column(int j, const F (&low)[4], const F (&high)[4]) {
         put_vectors(j, low);
