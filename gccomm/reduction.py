@@ -43,7 +43,7 @@ __all__ = [
     "Reduction",
 ]
 
-STREAM_BYTES = 8 << 20  # results larger than this are written past the caches
+STREAM_BYTES = 2 << 20  # results larger than this are written past the caches
 PLAN_CACHE = 32  # two a layout: steps that are measured have smaller pieces
 FIRST_MEASURED = 3  # steps in which errors are measured, before every few
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
