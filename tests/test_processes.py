@@ -358,7 +358,7 @@ reducer = gccomm.Reducer(comm=comm)
 reducer({"w": x})
 if comm.rank == 1:
     time.sleep(1.5)
-assert np.abs(reducer({"w": x})["w"] - 1.5).max() < 0.1
+assert np.abs(reducer({"w": x})["w"] - 1.5).max() < 0.25  # seven standard deviations and more
 """,
         GCCOMM_STALL_S="0.4",
     )
