@@ -58,7 +58,7 @@ class Hierarchy:
         go_on: Callable[[], None],
     ) -> None:
         self._go_on = go_on
-        self.window, self.column, self.place, self.chunk_bytes = window, column, place, chunk_bytes
+        self.window, self.column, self.place, self._chunk = window, column, place, chunk_bytes
 
     @property
     def leaders(self) -> Messages | None:
@@ -69,7 +69,7 @@ class Hierarchy:
         """Reduce `send` over all ranks into `recv`."""
         in_place = send is recv
         send, recv = send.reshape(-1), recv.reshape(-1)
-        step = self.chunk_bytes // recv.itemsize
+        step = self._chunk // recv.itemsize
         for low in range(0, recv.size, step):
             target = recv[low : low + step]
             source = target if in_place else send[low : low + step]  # MPI must see that they are one
@@ -82,7 +82,7 @@ class Hierarchy:
         """
         part, flight = send, None
         if self.window is not None:
-            part, step = recv, self.chunk_bytes // recv.itemsize
+            part, step = recv, self._chunk // recv.itemsize
             for low in range(0, recv.size, step):
                 own = send[low : low + step]
                 self.window.collect(name, own, recv[low : low + step], operator.kind)
@@ -117,7 +117,7 @@ class Hierarchy:
         """Overwrite `data` with that of the rank at a place."""
         if self.window is None:
             return
-        step = self.chunk_bytes // data.itemsize
+        step = self._chunk // data.itemsize
         for low in range(0, data.size, step):
             self.window.spread(name, data[low : low + step], place)
 
