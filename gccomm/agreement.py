@@ -30,6 +30,7 @@ __all__ = [
     "SCALE_WORDS",
     "SUM_WORDS",
     "Call",
+    "Links",
     "digest",
     "exchange_texts",
     "verify",
@@ -59,9 +60,11 @@ FIELDS = (
 ERROR_WORD = 2 * len(FIELDS)  # rank + 1 of a rank that failed its own checks
 MISSING_WORD = ERROR_WORD + 1  # some rank passed None for a key that is known
 FLOWING_WORD = MISSING_WORD + 1  # FLOWING: some rank does not wait for the header, its device looks at it
+SLOW_WORD = FLOWING_WORD + 1  # some rank has found links to be slow
 FLOWING = 0x5EEDF10D  # which words of a rank in another call, that may come to lie there, are not
 SLOT_BYTES = 3 * 1024  # text of one rank in the second exchange; three bytes a word keep words below 2^31
 SUM_WORDS = 8  # of a summed header
+SUMMED_SLOW = 4  # in it: how many ranks have found links to be slow
 TEXT_LIMIT = 600  # bytes of a text in a slot, escapes included
 
 
@@ -70,6 +73,29 @@ def digest(text: str) -> tuple[int, int]:
     """Return a stable 64-bit hash of ``text`` as two uint32 values."""
     raw = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(raw[:4], "little"), int.from_bytes(raw[4:], "little")
+
+
+@dataclass(slots=True)
+class Links:
+    """What ranks know of the links between hosts.
+
+    Not every rank sends over them, and none can tell when others have timed them; so headers carry it, and
+    what follows from it is the same on all ranks.
+
+    Attributes
+    ----------
+    found : callable
+        Whether this rank has found that the link is slow beside what a piece costs otherwise.
+    slow : bool
+        Whether some rank had found so in the last header, or one before.
+    """
+
+    found: Callable[[], bool] = lambda: False
+    slow: bool = False
+
+    def say(self) -> bool:
+        """Return what this rank's next header is to say."""
+        return self.slow or self.found()
 
 
 @dataclass(slots=True)
@@ -92,6 +118,8 @@ class Call:
         This rank's own failure, shared with the others.
     missing : bool
         This rank passed None for a known key.
+    links : Links
+        What the header says of links, and where what all headers say is noted.
     """
 
     opcode: str
@@ -104,6 +132,7 @@ class Call:
     state: str = ""
     error: BaseException | None = None
     missing: bool = False
+    links: Links = field(default_factory=Links)
 
     def values(self) -> list[int]:
         """Return the header's values in the order of ``FIELDS``."""
@@ -128,6 +157,7 @@ def write_header(call: Call, rank: int, message: Words) -> None:
     message[1 : 2 * len(values) : 2] = ~values
     message[ERROR_WORD] = rank + 1 if call.error is not None else 0
     message[MISSING_WORD] = call.missing
+    message[SLOW_WORD] = call.links.say()
 
 
 def verify(
@@ -160,11 +190,12 @@ def _alone(call: Call, rank: int, pairs: Words) -> BaseException:
 
 
 def write_summed(call: Call, message: Words) -> None:
-    """Write the header of a call whose first message is a SUM: two hashes and two flags."""
+    """Write the header of a call whose first message is a SUM: two hashes and three flags."""
     message[:SUM_WORDS] = 0
     message[:2] = call.hashes()
     message[2] = call.error is not None
     message[3] = call.missing
+    message[SUMMED_SLOW] = call.links.say()
 
 
 def verify_summed(
@@ -177,6 +208,7 @@ def verify_summed(
     """
     expected = [value * size & 0xFFFFFFFF for value in call.hashes()]
     if message[:2].tolist() == expected and message[2] == 0:
+        call.links.slow = bool(message[SUMMED_SLOW])
         return None
     return (yield from _explain(call, rank, size))
 

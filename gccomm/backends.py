@@ -82,7 +82,8 @@ class Backend(Protocol):
     `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding, and float sums
     may be of 64 times as many numbers as elsewhere. With ``first_words`` above 0 it takes the maximum or sum
     of up to so many words where ranks hold different numbers of them, and reduces those that all hold: first
-    messages of calls may then be that long.
+    messages of calls may then be that long. ``slow_links`` tells whether this rank has found that links
+    between hosts are slow beside what a piece costs otherwise; others need not have found the same.
 
     Two attributes serve asynchronous calls, which are made by a second thread, never two at a time:
     ``background``, set to True while the program computes meanwhile, so that waits should leave it the core;

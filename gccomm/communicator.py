@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm import arrays, on_device, trees
-from gccomm.agreement import Call, digest
+from gccomm.agreement import Call, Links, digest
 from gccomm.backends import Backend, room_of
 from gccomm.boards import Boards
 from gccomm.checks import integer
@@ -68,7 +68,8 @@ class Communicator:
         where = backend.rank, backend.size, backend.one_host
         first, go_on = getattr(backend, "first_words", 0), getattr(backend, "go_on", None)
         board = self._boards.of if self._boards.able else None
-        self._place = Place(*where, operations, room_of(backend), lanes, hosts, first, go_on, board)
+        links = Links(lambda: getattr(backend, "slow_links", False))
+        self._place = Place(*where, operations, room_of(backend), lanes, hosts, first, go_on, board, links)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0

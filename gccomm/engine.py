@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Outcome", "reduce", "rendezvous", "tag_of"]
 
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
-AHEAD = 2  # most pieces that are agreed upon at once, over links
 DEPTH = 2  # pieces on their way, of each rank that speaks for its host
 MOST = 8  # of all of them
 
@@ -112,7 +111,9 @@ class Job:
         if measure:
             self._sketch()
         self.parts = [self._parts(number) for number in range(plan.plain, len(plan.pieces))]
-        scales = sum(plan.agree_words[: None if whole and not self.ahead else 1])  # that go first
+        # The pieces, from and to, whose codecs are agreed upon at once.
+        self.groups = plan.groups() if self.ahead else [(0, plan.plain if whole else min(plan.plain, 1))]
+        scales = sum(plan.agree_words[slice(*self.groups[0])])  # that go first
         self.agree = words_of(HEADER_WORDS + max(scales, SCALE_WORDS))
         self.room = max((sum(map(self._room, piece)) for piece in plan.pieces), default=0)
         count = max(SUM_WORDS + self.room + 2, MESSAGE_WORDS)
@@ -224,7 +225,8 @@ class _Engine:
         self.wire = Wire(rank, size, job.spans) if job.flow is None else job.flow.wire(rank, size, job.spans)
         self.stats = self.wire.stats
         self.first: list[list[Running]] = []  # of the pieces whose codecs are started at once
-        self.agreed = 0, 0  # the pieces, from and to, that were agreed upon last
+        self.ahead = iter(job.groups)
+        self.agreed = 0, 0  # of these, the one that was agreed upon last
         self.running: list[Running] = []  # of those whose agreement begins with the header
         self.ended: dict[int, list[Running]] = {}  # by piece
         self.free = [*job.more, job.words]  # memory for the sums of pieces on their way
@@ -243,7 +245,7 @@ class _Engine:
         pieces = job.plan.pieces[: job.plan.plain]
         pieces = pieces if job.whole else pieces[:1]
         self.first = [[job.start(x) for x in piece] for piece in pieces]
-        self.agreed = 0, min(len(self.first), 1) if job.ahead else len(self.first)
+        self.agreed = next(self.ahead)
         self.running = [r for piece in self.first[slice(*self.agreed)] for r in piece]
         if not pending(self.running, Agree) and self.first and pending(self.first[0], Sum):
             self.queue = messages(self.first[0], job.room)
@@ -331,10 +333,9 @@ class _Engine:
         """Agree on the next pieces where a piece is the first one of the last ones agreed on: while these are
         on the link.
         """
-        low, end = self.agreed
-        if number != low or end == len(self.first):
+        if number != self.agreed[0] or (following := next(self.ahead, None)) is None:
             return
-        self.agreed = end, min(len(self.first), end + min(end, AHEAD))
+        self.agreed = following
         running = [r for piece in self.first[slice(*self.agreed)] for r in piece]
         self.wire.piece = None
         piece = self._piece(running, self.job.words)

@@ -29,6 +29,7 @@ __all__ = [
     "LeafSpec",
     "Range",
     "cut",
+    "tapered",
 ]
 
 BLOCK = 1024  # coordinates that share a scale
@@ -225,6 +226,34 @@ def cut(
     if piece:
         pieces.append(piece)
     return pieces
+
+
+def tapered(pieces: Sequence[list[Range]], specs: Sequence[LeafSpec]) -> list[list[Range]]:
+    """Return pieces of which the first and the last are cut in two, where there are several: what is done
+    before anything is on a link, and when nothing is any more, is then half as much. Not so where
+    codecs have operations of the back end's own, during which nothing else is done.
+    """
+    if len(pieces) < 2:
+        return list(pieces)
+    return [*_halves(pieces[0], specs), *pieces[1:-1], *_halves(pieces[-1], specs)]
+
+
+def _halves(piece: Sequence[Range], specs: Sequence[LeafSpec]) -> list[list[Range]]:
+    """Cut a piece between two spans, about where half of its blocks are; where there are none, not at all."""
+    first: list[Range] = []
+    rest = list(piece)
+    alone = any(specs[r.leaf].route.operation is not None for r in piece)
+    left = 0 if alone else sum(r.blocks for r in piece) // 2
+    while left > 0:
+        leaf, start, blocks = rest.pop(0)
+        count = min(blocks, -(-(start + left) // SPAN) * SPAN - start)
+        if specs[leaf].route.unit == "tensor":
+            count = blocks
+        first.append(Range(leaf, start, count))
+        if count < blocks:
+            rest.insert(0, Range(leaf, start + count, blocks - count))
+        left -= count
+    return [half for half in (first, rest) if half]
 
 
 def _ranges(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gccomm.agreement import Links
 from gccomm.codecs.base import Codec
 from gccomm.layout import PIECE_COORDINATES
 from gccomm.steps import Buffer
@@ -24,8 +25,7 @@ class Place:
     lanes by itself; the hosts, where these add up their ranks' floats before they compress; the most words of
     the first message of a call, where that may be of different lengths on ranks in different calls; what lets
     reductions on their way go on, and returns whether there are any; where the back end reduces in the
-    memory of devices, the board of a device by its name; and whether reductions that are begun are on their
-    way while others are made.
+    memory of devices, the board of a device by its name; and what is known of the links between hosts.
     """
 
     rank: int
@@ -38,6 +38,7 @@ class Place:
     first_words: int = 0
     go_on: Callable[[], bool] | None = None
     board: Callable[[str], Board] | None = None
+    links: Links = field(default_factory=Links)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import numpy as np
 
 from gccomm import kernels
-from gccomm.agreement import MISSING_WORD, Call, verify, write_header
+from gccomm.agreement import MISSING_WORD, SLOW_WORD, Call, verify, write_header
 from gccomm.errors import BackendError
 from gccomm.groups import STORAGE, parts_of, send_together
 from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
@@ -113,8 +113,11 @@ class Wire:
         write_header(call, self.rank, message)
 
     def verify(self, call: Call, message: Words) -> Generator[Transfer, None, BaseException | None]:
-        """Check the reduced header."""
-        return verify(call, self.rank, self.size, message)
+        """Check the reduced header, and note what it says of links."""
+        error = yield from verify(call, self.rank, self.size, message)
+        if error is None:
+            call.links.slow = bool(message[SLOW_WORD])
+        return error
 
     def missing(self, message: Words) -> bool:
         """Return whether some rank has None for a known key, as a verified header says."""

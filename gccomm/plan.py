@@ -13,11 +13,13 @@ import numpy.typing as npt
 
 from gccomm.agreement import digest
 from gccomm.errors import NegotiationError
-from gccomm.layout import FLOATS, PIECE_COORDINATES, Geometry, LeafSpec, Range, cut
+from gccomm.layout import FLOATS, PIECE_COORDINATES, Geometry, LeafSpec, Range, cut, tapered
 from gccomm.noise import private_keys, step_keys, tensor_key
 from gccomm.operand import Operand, segment_table
 
 __all__ = ["Plan"]
+
+AHEAD = 2  # times a usual piece that is agreed upon at once, most
 
 # What a call fills in.
 COLUMNS = ("src", "dst", "res_in", "res_out", "sign0", "sign1", "key0", "key1")
@@ -67,6 +69,7 @@ class Plan:
         hosts: int = 0,
         *,
         lane_sums: bool = False,
+        taper: bool = False,
     ) -> None:
         self.specs, self.nones, self.lane_sums = tuple(specs), tuple(nones), lane_sums
         self.devices = [name for name in dict.fromkeys(s.device for s in specs) if name != "cpu"]
@@ -85,6 +88,7 @@ class Plan:
         kinds = [[i for i, own in enumerate(hosted) if own is kind] for kind in (False, True)]
         sizes = piece_coordinates, bucket_bytes
         plain, summed = (cut(specs, *sizes, lane_sums=lane_sums, leaves=leaves) for leaves in kinds)
+        plain = tapered(plain, specs) if taper else plain
         self.plain = len(plain)
         pieces = [_group(piece, self.specs) for piece in (*plain, *summed)]
         segments = [segment for batches in pieces for batch in batches for segment in batch]
@@ -107,6 +111,21 @@ class Plan:
         return [spec.text(places.get(spec.device, 0)) for spec in self.specs] + [
             f"{key!r}: None" for key in self.nones
         ]
+
+    def groups(self) -> list[tuple[int, int]]:
+        """Return the pieces, from and to, that are agreed upon at once where those before them are on a link
+        meanwhile: at first as many as make one of the usual size, once more, and then `AHEAD` times as many.
+        """
+        words = self.agree_words[: self.plain]
+        found: list[tuple[int, int]] = []
+        low, whole = 0, max(words, default=0)
+        while low < len(words):
+            end, most = low + 1, whole * min(len(found) or 1, AHEAD)
+            while end < len(words) and sum(words[low : end + 1]) <= most:
+                end += 1
+            found.append((low, end))
+            low = end
+        return found or [(0, 0)]
 
     def require_operations(self, operations: frozenset[str]) -> None:
         """Raise NegotiationError where a codec reduces by an operation that the back end lacks."""

@@ -144,24 +144,18 @@ class Reduction:
         period = self.options.measure
         return period > 0 and (self.step < FIRST_MEASURED or self.step % period == 0)
 
-    def plan(
-        self,
-        leaves: Sequence[Leaf],
-        nones: tuple[str, ...],
-        size: int,
-        hosts: int = 0,
-        lane_sums: bool = False,
-        piece_coordinates: int = 0,
-    ) -> Plan:
+    def plan(self, leaves: Sequence[Leaf], nones: tuple[str, ...], place: Place, *, lane_sums: bool) -> Plan:
         """Return the plan for these leaves, from the cache where the layout was seen before."""
-        options = self.options
-        most = max(options.piece_coordinates, piece_coordinates)
-        signature = (tuple(leaves), nones, size, hosts, lane_sums, most)
+        options, size = self.options, place.size
+        hosts = place.hosts.number if place.hosts is not None else 0
+        most = max(options.piece_coordinates, least_piece(place, leaves))
+        taper = place.links.slow and all(leaf.device == "cpu" for leaf in leaves)
+        signature = (tuple(leaves), nones, size, hosts, lane_sums, most, taper)
         plan = self._plans.pop(signature, None)
         if plan is None:
             specs = [self._spec(x, hosts or size) for x in leaves]
             sizes = most, options.bucket_bytes
-            plan = Plan(specs, size, options.seed, *sizes, nones, hosts, lane_sums=lane_sums)
+            plan = Plan(specs, size, options.seed, *sizes, nones, hosts, lane_sums=lane_sums, taper=taper)
             while len(self._plans) >= self.plans_kept:
                 self._plans.pop(next(iter(self._plans)))
         self._plans[signature] = plan  # most recently used last
@@ -198,6 +192,7 @@ class Attempt:
             step=reduction.step,
             policy=reduction.policy + by_host,
             state=reduction.state(),
+            links=place.links,
         )
         self.spans = timeline.begin(place.rank, self.call)
         self.job: Job | None = None
@@ -227,9 +222,7 @@ class Attempt:
         nones = self._look(keys, values)
         self.measures = self.reduction.measures()
         self._lane_sums = self.place.sums_lanes and not self.measures
-        hosts = self.place.hosts.number if self.place.hosts is not None else 0
-        size, least = self.place.size, least_piece(self.place, self._leaves)
-        plan = self.plan = self.reduction.plan(self._leaves, nones, size, hosts, self._lane_sums, least)
+        plan = self.plan = self.reduction.plan(self._leaves, nones, self.place, lane_sums=self._lane_sums)
         self.call.layout, self.call.leaves = plan.layout, plan.lines
         self.call.missing = None in self._views
         plan.require_operations(self.place.operations)

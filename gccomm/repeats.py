@@ -1,4 +1,4 @@
-"""Calls that were made before: on one small NumPy array of a known layout, with all but the array ready.
+"""Calls that were made before: on one NumPy array of a known layout in one piece, with all else ready.
 
 What is sent is what any other call sends, so a rank may go this way while others do not.
 """
@@ -16,6 +16,7 @@ from gccomm.agreement import (
     MESSAGE_WORDS,
     MISSING_WORD,
     SCALE_WORDS,
+    SLOW_WORD,
     Call,
     verify,
     write_header,
@@ -37,7 +38,8 @@ __all__ = ["Repeat", "Repeats"]
 
 KEPT = 8  # of the layouts of a reduction
 
-LONGEST_BYTES = 1 << 20  # of an array: in longer calls what is saved here does not count
+LONGEST_BYTES = 4 << 20  # of an array: in longer calls what is saved here does not count
+KEPT_WORDS = 1 << 16  # of memory for sums, from call to call; more comes from the pool each time
 COPIED_BYTES = 16 << 10  # up to which copying floats takes less time than handing arrays on
 _STEP = 8  # place of the step in the header
 _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -70,7 +72,7 @@ class Repeat:
         self._header = np.zeros(HEADER_WORDS, np.uint32)
         write_header(call, context.rank, self._header)
         self._agree, self._end = scratch(max(MESSAGE_WORDS, HEADER_WORDS + x.blocks)), HEADER_WORDS
-        self._words = scratch(x.message_room + 1)
+        self._words = scratch(0)
         self._lanes: LaneSum | None = None  # which serves all calls
         self._floats: FloatSum | None = None  # the same
         self._running: Running | None = None
@@ -88,7 +90,10 @@ class Repeat:
         call.step = step
         low = step & 0xFFFFFFFF
         header[_STEP], header[_STEP + 1] = low, ~low & 0xFFFFFFFF
+        header[SLOW_WORD] = call.links.say()
         self._agree[:HEADER_WORDS] = header
+        if self._lanes is None and len(self._words) == 0:
+            self._words = scratch(x.message_room + 1)
         if self._lanes is None and self._floats is None:
             x.keys[0] = t0, t1
             if self._nbytes > COPIED_BYTES:
@@ -108,6 +113,8 @@ class Repeat:
     def release(self) -> None:
         """Let go of the array; the call is over."""
         self._x.direct = self._running = None
+        if len(self._words) > KEPT_WORDS:
+            self._words = scratch(0)
 
     def transfers(self) -> Generator[Transfer, Any, Outcome]:
         """Do what :func:`gccomm.engine.reduce` does."""
@@ -122,6 +129,7 @@ class Repeat:
                 return outcome
             if agree[MISSING_WORD]:
                 yield from wire.move(Maximum(np.ones(1, np.uint32)), 4)
+        call.links.slow = bool(agree[SLOW_WORD])
         if self._running is not None:
             yield from self._advance(self._running, wire, agree[HEADER_WORDS : self._end])
         elif self._lanes is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from gccomm import testing
-from gccomm.agreement import HEADER_WORDS, MESSAGE_WORDS
+from gccomm.agreement import HEADER_WORDS, MESSAGE_WORDS, Links
+from gccomm.options import Place
 from gccomm.testing import simulate
 from gccomm.transfers import Finish, Maximum, Start, WordAdd
 
@@ -17,7 +19,7 @@ BLOCKS = PIECE // 1024
 
 
 def moves_of(
-    monkeypatch: pytest.MonkeyPatch, pieces: int, codec: str, **options: Any
+    monkeypatch: pytest.MonkeyPatch, pieces: int, codec: str, size: int = PIECE, **options: Any
 ) -> list[tuple[str, int]]:
     """Return what the first rank does with its words, and how many they are."""
     made: list[tuple[str, int]] = []
@@ -34,7 +36,7 @@ def moves_of(
 
     monkeypatch.setattr(testing, "at_once", noted)
     xs = [np.random.default_rng(r).standard_normal(pieces * PIECE).astype(np.float32) for r in range(3)]
-    found, _ = simulate(xs, codec, piece_coordinates=PIECE, one_host=False, **options)
+    found, _ = simulate(xs, codec, piece_coordinates=size, one_host=False, **options)
     monkeypatch.setattr(testing, "at_once", at_once)
     whole, _ = simulate(xs, codec, **options)
     np.testing.assert_array_equal(found[0], whole[0])
@@ -57,6 +59,19 @@ def test_one_two_then_two_pieces_at_a_time(monkeypatch: pytest.MonkeyPatch, code
         if name == "Maximum":  # never without a sum on its way
             begun = [entry[0] for entry in made[1:place]]
             assert begun.count("WordAdd") > begun.count("Finish")
+
+
+@pytest.mark.parametrize("codec", ["uniform", "rotated"])
+def test_halves_of_the_first_and_last_piece_over_slow_links(
+    monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """Both halves of the first one go with the header; so do those of the last one go together."""
+    monkeypatch.setattr(testing, "Place", partial(Place, links=Links(slow=True)))
+    made = moves_of(monkeypatch, 8, codec, size=2 * PIECE)
+    agreed = [words for name, words in made if name == "Maximum"]
+    assert HEADER_WORDS + 2 * BLOCKS <= MESSAGE_WORDS
+    assert agreed == [MESSAGE_WORDS, 2 * BLOCKS, 4 * BLOCKS]
+    assert [name for name, _ in made].count("WordAdd") == 6
 
 
 def test_floats_agree_on_nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

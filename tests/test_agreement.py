@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gccomm import agreement, errors
-from gccomm.agreement import FIELDS, HEADER_WORDS, MESSAGE_WORDS, Call, digest
+from gccomm.agreement import FIELDS, HEADER_WORDS, MESSAGE_WORDS, Call, Links, digest
 from gccomm.codecs import get_codec
 from gccomm.engine import Outcome, rendezvous
 from gccomm.reduction import Options, Place, Reduction
@@ -172,6 +172,26 @@ def reductions(n: int, size: int) -> list[Generator[Transfer, None, Outcome]]:
         assert attempt.call.error is None
         runs.append(attempt.transfers())
     return runs
+
+
+@pytest.mark.parametrize("codec", ["uniform", "intsgd"])  # a header under MAX, and one that is summed
+def test_what_one_rank_has_found_of_links_all_know(codec: str) -> None:
+    links = [Links(lambda: False), Links(lambda: True), Links(lambda: False)]
+    reduced = [Reduction(Options(lambda _: get_codec(codec), lambda _: "sum")) for _ in links]
+
+    def call(sizes: Sequence[int]) -> list[BaseException | None]:
+        trees = [np.ones(size, np.float32) for size in sizes]
+        places = [Place(rank, len(links), one_host=False, links=x) for rank, x in enumerate(links)]
+        attempts = [r.start(x, p) for r, x, p in zip(reduced, trees, places, strict=True)]
+        return [outcome.error for outcome in drive([a.transfers() for a in attempts])[0]]
+
+    assert all(isinstance(error, errors.MismatchError) for error in call([5000, 5000, 5001]))
+    assert [x.slow for x in links] == [False] * 3  # nothing has been agreed on
+    assert call([5000] * 3) == [None] * 3
+    assert [x.slow for x in links] == [True] * 3
+    links[1].found = lambda: False
+    assert call([5000] * 3) == [None] * 3
+    assert [x.say() for x in links] == [True] * 3  # for good
 
 
 def test_a_whole_call_needs_no_unsigned_maximum() -> None:

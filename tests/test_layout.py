@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gccomm.codecs import Codec, get_codec
 from gccomm.codecs.exact import Integers, TwoWords
-from gccomm.layout import BLOCK, LARGE, PIECE_COORDINATES, SPAN, Geometry, LeafSpec, Range, cut
+from gccomm.layout import BLOCK, LARGE, PIECE_COORDINATES, SPAN, Geometry, LeafSpec, Range, cut, tapered
 
 Shape = tuple[int, ...]
 EDGES = [1, 2, 511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049]
@@ -166,6 +166,45 @@ def test_pieces_are_complete_within_the_limits_and_full(leaves: list[Leaf], room
         following = rest_of_span(leaves, last)
         if following is not None:  # a piece ends only where the rest of a span has no room
             assert weight + following[0] > room or size + following[1] > nbytes
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(
+    st.lists(st.tuples(shapes, st.sampled_from(ROUTES)), max_size=6),
+    st.one_of(st.integers(1, 9000), st.just(512 * 1024)),
+)
+def test_the_first_and_the_last_piece_are_halved_between_spans(leaves: list[Leaf], room: int) -> None:
+    specs = [spec(i, shape, route) for i, (shape, route) in enumerate(leaves)]
+    pieces = cut(specs, room)
+    halved = tapered(pieces, specs)
+    assert_complete(leaves, halved)
+    if len(pieces) < 2:
+        assert halved == pieces
+        return
+    ends = {(r.leaf, r.start + r.blocks) for piece in pieces for r in piece[-1:]}
+    new = [piece[-1] for piece in halved if (piece[-1].leaf, piece[-1].start + piece[-1].blocks) not in ends]
+    assert len(halved) == len(pieces) + len(new) <= len(pieces) + 2
+    for leaf, start, blocks in new:
+        assert (start + blocks) % SPAN == 0 or start + blocks == len(naive_blocks(leaves[leaf][0]))
+    sizes = [sum(r.blocks for r in piece) for piece in pieces]
+    now = [sum(r.blocks for r in piece) for piece in halved]
+    tensors = any(route[0].unit == "tensor" for _, route in leaves)
+    for before, first in ((sizes[0], now[0]), (sizes[-1], now[-2] if now[-1] < sizes[-1] else now[-1])):
+        assert tensors or before // 2 <= first <= max(before, before // 2 + SPAN)
+
+
+def test_halves_of_long_pieces() -> None:
+    leaf = spec(0, (3 * PIECE_COORDINATES,), ROUTES[0])
+    blocks = PIECE_COORDINATES // BLOCK
+    half = blocks // 2
+    starts = [(r.start, r.blocks) for (r,) in tapered(cut([leaf]), [leaf])]
+    assert starts == [
+        (0, half),
+        (half, half),
+        (blocks, blocks),
+        (2 * blocks, half),
+        (2 * blocks + half, half),
+    ]
 
 
 def test_no_leaves_make_no_pieces() -> None:

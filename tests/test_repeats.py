@@ -13,7 +13,7 @@ from gccomm import timeline
 from gccomm.codecs import get_codec
 from gccomm.codecs.rotated import Rotated
 from gccomm.codecs.uniform import Uniform
-from gccomm.repeats import KEPT, Repeat
+from gccomm.repeats import KEPT, KEPT_WORDS, Repeat
 from gccomm.testing import run, simulate
 
 F4 = np.float32
@@ -330,3 +330,20 @@ def test_an_own_codec_that_inherits_from_rotated_is_not_replaced_for_small_array
 
     run(lambda comm: gccomm.Reducer(Mine(), comm=comm)({"x": np.ones(5000, F4)}), ranks=4)
     assert seen == [5000] * 4
+
+
+def test_memory_for_long_sums_is_not_kept(repeated: list[int]) -> None:
+    """It comes from the pool in each call; that of short ones stays."""
+
+    def sizes(comm: gccomm.Communicator) -> list[int]:
+        for step in range(CALLS):
+            for size in (5000, 150_000):
+                comm.compressed_allreduce(draw(comm.rank, step, (size,)), "sum", "uniform")
+        assert comm._reductions._last is not None
+        reduction = comm._reductions._last[1]
+        return [len(kept._words) for kept in reduction.repeats._kept.values()]
+
+    for short, long in run(sizes, ranks=2):
+        assert 0 < short <= KEPT_WORDS
+        assert long == 0
+    assert len(repeated) == 2 * 2 * (CALLS - 2)

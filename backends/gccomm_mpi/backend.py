@@ -89,6 +89,11 @@ class MpiBackend(OnChannel):
         self._reduce("sum", words, out, SUM)
 
     @property
+    def slow_links(self) -> bool:
+        """Whether this rank has timed sums over links between hosts, and these are slow."""
+        return not self.one_host and self._channel.chooser.slow
+
+    @property
     def sums_lanes(self) -> bool:
         """Whether :meth:`sum_lanes` is the best way: equal on all ranks."""
         return self._channel.window is not None and self.size <= FEW_RANKS

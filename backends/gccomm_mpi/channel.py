@@ -202,6 +202,10 @@ class Channel:
             self._wait(flight.go_on, flight.name)
         self.flights.remove(flight)
 
+    def still(self, name: str) -> None:
+        """Wait until nothing is on its way any more; reductions that have come are landed later."""
+        self.until(lambda: all(flight.go_on() for flight in self.flights), name)
+
     def go_on(self) -> None:
         """Let reductions on their way go on; waits for nothing."""
         for flight in self.flights:

@@ -18,18 +18,23 @@ __all__ = ["Chooser"]
 # Calls of each algorithm in a row, of which the first ones do not count: connections that were idle, or
 # carried another pattern, take a while to come up to speed.
 ROUNDS, WARM_UP = 5, 2
+ALIKE = 16  # messages that are timed differ by less than this part
 
-# What part of the first one's time in a trial another one may take, to be chosen. Trials are of one message
-# at a time. Where pieces follow each other, what a ring waits for at its start and end hides behind others,
-# and it keeps all links in step: there it is the fastest, though by itself it may be a tenth slower.
-CLEARLY = 0.85
+# What part of the first one's time in a trial another one may take, to be chosen: of messages that go one at
+# a time, as they do in trials; and of those in a stream, where what a ring waits for at its start and end
+# hides behind others, and it keeps all links in step: it is the fastest there, if not by itself.
+CLEARLY, STREAM_CLEARLY = 0.85, 0.7
+STREAM = "large sums in a stream"  # the kind of those
+
+SLOW_LINK = 400e6  # bytes a second: below, what a piece costs besides is little
 
 
 @dataclass
 class _Trial:
-    """The measurements of one class of sizes."""
+    """The measurements of one class of sizes, on messages of about one size."""
 
     names: Sequence[str]
+    nbytes: int
     calls: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # the least of each
     chosen: str | None = None
@@ -38,7 +43,8 @@ class _Trial:
 class Chooser:
     """Tries the algorithms on the calls as they come, one after the other, then keeps to the fastest.
 
-    A size class is a power of two of bytes of one kind of reduction. Trials go in step on all ranks, since
+    A size class is a power of two of bytes of one kind of reduction; it is tried on messages of about as many
+    bytes as its first one has, while others go by the first algorithm. Trials go in step on all ranks, since
     all make the same calls; an algorithm counts by its slowest rank's best time. The first one is kept to
     unless another is clearly faster. Sums of words do not depend on what is chosen. ``GCCOMM_VERBOSE=1``
     tells each choice.
@@ -52,20 +58,23 @@ class Chooser:
     def __init__(self, fixed: str | None = None) -> None:
         self.trials: dict[tuple[str, int], _Trial] = {}
         self.fixed = fixed
+        self.pace = 0.0  # bytes a second, each way, of the best large sum that was timed
         self._tells = os.environ.get("GCCOMM_VERBOSE", "0") not in ("", "0")
 
     def settled(self, kind: str, nbytes: int, names: Sequence[str]) -> str | None:
-        """Return which of the named algorithms reduces so many bytes; None while they are on trial."""
+        """Return which of the named algorithms reduces so many bytes; None: :meth:`try_next` one."""
         if len(names) == 1:
             return names[0]
         if self.fixed in names:
             return self.fixed
-        return self._trial(kind, nbytes, names).chosen
+        trial = self._trial(kind, nbytes, names)
+        alike = abs(nbytes - trial.nbytes) * ALIKE <= trial.nbytes
+        return names[0] if trial.chosen is None and not alike else trial.chosen
 
     def _trial(self, kind: str, nbytes: int, names: Sequence[str]) -> _Trial:
         key = kind, nbytes.bit_length()
         if key not in self.trials:
-            self.trials[key] = _Trial(tuple(names))
+            self.trials[key] = _Trial(tuple(names), nbytes)
         return self.trials[key]
 
     def try_next(
@@ -86,11 +95,20 @@ class Chooser:
             slowest = np.array([trial.seconds[x] for x in trial.names])
             land(_maximum(link, slowest))
             best = int(slowest.argmin())
-            trial.chosen = trial.names[best if slowest[best] < CLEARLY * slowest[0] else 0]
+            part = STREAM_CLEARLY if kind == STREAM else CLEARLY
+            trial.chosen = trial.names[best if slowest[best] < part * slowest[0] else 0]
             trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
+            if kind.startswith("large"):
+                travels = 2 * (link.comm.size - 1) / link.comm.size * nbytes
+                self.pace = max(self.pace, travels / float(slowest[best]))
             if self._tells and link.comm.rank == 0:
                 with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not break the call
                     print(f"gccomm: {_line((kind, nbytes.bit_length()), trial)}", file=sys.stderr, flush=True)
+
+    @property
+    def slow(self) -> bool:
+        """Whether large sums were timed, and links are slow."""
+        return 0 < self.pace < SLOW_LINK
 
     def table(self) -> list[str]:
         """Return one line for each choice that was made."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from gccomm.operations import add_pair, reduce_parts
+from gccomm_mpi.choice import STREAM
 from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange, exchange_in_order
 from gccomm_mpi.halving import Add, Where, doubling, halving, halving_in_order
 from gccomm_mpi.link import Flight, Link, Moves
@@ -82,8 +83,10 @@ class Messages:
             return table[known](self.link, send, recv, operator)
 
         kind, names = "large sums" if large else "small sums", tuple(table)
-        if large and alone and self.size == 2:
-            kind, names = "large sums, one at a time", _SWAPS
+        if large and not alone:
+            kind = STREAM
+        elif large and self.size == 2:
+            names = _SWAPS
         return self._begin(name, kind, recv, names, moves)
 
     def combine(self, name: str, operation: str, seed: int, words: Array) -> None:
@@ -120,6 +123,7 @@ class Messages:
         def land(begun: Moves) -> None:
             channel.land(channel.launch(name, begun, (moves, recv)))
 
+        channel.still(name)  # or the clock would count others
         chooser.try_next(kind, recv.nbytes, self.link, land, names, moves)
         return None
 

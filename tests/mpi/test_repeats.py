@@ -12,8 +12,8 @@ import gccomm
 from gccomm.repeats import Repeat
 
 CODECS = ["uniform:wire_bits=5", "rotated", "raw", "bf16"]
-LONG = (256 * 1024,)  # whose scales go with the header only where first messages may be longer
-SHAPES = [(1024,), (5,), (130, 513), (1, 180 * 1024 + 3), LONG]
+LONG = (256 * 1024,), (1 << 20,)  # whose scales go with the header only where first messages may be longer
+SHAPES = [(1024,), (5,), (130, 513), (1, 180 * 1024 + 3), *LONG]
 CALLS = 5
 
 
@@ -55,7 +55,7 @@ def test_bits_of_other_calls(
         assert not steps
         # The last call is repeated by rank 0 alone.
         found = calls(comm, codec, shape, {4} if comm.rank else set())
-    repeated = shape != LONG or comm._backend.first_words > 0  # type: ignore[attr-defined]
+    repeated = shape not in LONG or comm._backend.first_words > 0  # type: ignore[attr-defined]
     assert steps == ([] if not repeated else [2, 3] if comm.rank else [2, 3, 4])
     assert found == expected
 
@@ -84,3 +84,20 @@ def test_repeated_calls_between_asynchronous_ones(comm: gccomm.Communicator) -> 
         found.append(comm.compressed_allreduce(x, "sum", "uniform:wire_bits=16"))
     for result in (*found, *(work.wait(20) for work in works)):
         assert np.allclose(result, comm.size, atol=1e-2)
+
+
+def test_a_slow_link_that_one_rank_has_timed_halves_pieces_on_all(comm: gccomm.Communicator) -> None:
+    """Ranks that repeat calls hear of it as those that do not; the results stay the same."""
+    twin = comm.split(0)
+    assert twin is not None
+    with twin:
+        expected = [*calls(twin, "uniform", (3000,), set()), *calls(twin, "uniform", (3 << 20,), set())]
+        whole = twin.stats.messages
+    links = comm._place.links
+    links.found = lambda: comm.rank == comm.size - 1 and comm._step >= CALLS - 1
+    found = calls(comm, "uniform", (3000,), {CALLS - 1} if comm.rank == 0 else set())
+    assert links.slow is True
+    found += calls(comm, "uniform", (3 << 20,), set())
+    assert found == expected
+    in_one = comm._backend.sums_lanes  # type: ignore[attr-defined]  # one piece, of any size
+    assert (comm.stats.messages > whole) is not in_one

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gccomm_mpi import ring as ring_module
-from gccomm_mpi.choice import CLEARLY, ROUNDS
+from gccomm_mpi.choice import CLEARLY, ROUNDS, SLOW_LINK, STREAM
 from gccomm_mpi.halving import doubling
 from gccomm_mpi.messages import ALGORITHMS
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
@@ -121,10 +121,54 @@ def test_the_fastest_algorithm_is_agreed_upon(
         assert name == (fastest if seconds[fastest] < CLEARLY * seconds[first] else first)
     assert all(set(seconds) == set(ALGORITHMS) for _, seconds in chosen)
     assert all(found == chosen for found in world.allgather(chosen))
+    sizes = (160_000 * world.size, 600_000 * world.size)
+    travels = [2 * (world.size - 1) / world.size * nbytes for nbytes in sizes]
+    paces = [x / min(seconds.values()) for x, (_, seconds) in zip(travels, chosen, strict=True)]
+    assert chooser.pace == pytest.approx(max(paces))
+    assert chooser.slow is (max(paces) < SLOW_LINK)
     table = chooser.table()
     assert [line.split(": ")[1].split()[0] for line in table] == [name for name, _ in chosen]
     said = "".join(f"gccomm: {line}" + chr(10) for line in table)
     assert capsys.readouterr().err == (said if world.rank == 0 else "")
+
+
+def test_a_stream_has_trials_of_its_own_on_messages_of_one_size(channel: Any, world: Any) -> None:
+    """Others of the class go by the first algorithm meanwhile; what is timed is alone on the link."""
+    chooser, calls = channel.chooser, 0
+    while not any(trial.chosen for trial in chooser.trials.values()):
+        flights = []
+        for count in (150_000, 225_000):
+            words = np.full(count, 1 + world.rank, np.uint32)
+            flights.append((words, channel.messages.begin("test", words, words, SUM)))
+        assert [flight is None for _, flight in flights] == [True, False]
+        for words, flight in flights:
+            if flight is not None:
+                channel.land(flight)
+            assert (words == world.size * (world.size + 1) // 2).all()
+        calls += 1
+    assert calls == len(ALGORITHMS) * ROUNDS
+    assert [(kind, trial.nbytes) for (kind, _), trial in chooser.trials.items()] == [(STREAM, 600_000)]
+    assert channel.flights == []
+
+
+def test_nothing_is_on_its_way_while_a_message_is_timed(
+    channel: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = np.full(70_000 * world.size, 1, np.uint32)
+    monkeypatch.setattr(channel.chooser, "fixed", "ring")
+    flight = channel.messages.begin("test", first, first, SUM)
+    assert flight is not None
+    monkeypatch.setattr(channel.chooser, "fixed", None)
+    begun: list[bool] = []
+    launch = channel.launch
+    monkeypatch.setattr(channel, "launch", lambda *a: begun.append(flight.landed) or launch(*a))
+    words = np.full(70_000 * world.size, 1, np.uint32)
+    assert channel.messages.begin("test", words, words, SUM) is None
+    assert begun == [True]
+    channel.land(flight)
+    assert channel.flights == []
+    assert (first == world.size).all()
+    assert (words == world.size).all()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
