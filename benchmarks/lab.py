@@ -35,7 +35,7 @@ from mpi4py import MPI
 import gccomm
 from gccomm.layout import PIECE_COORDINATES
 
-TRIALS = 22  # messages of a size until gccomm has settled on an algorithm
+TRIALS = 22  # messages of a size until gccomm has settled on an algorithm; halves of pieces come after them
 CODECS = (
     "raw",
     "bf16",
@@ -74,7 +74,7 @@ def type_of(name: str) -> str:
 def settle(ways: Sequence[Way], count: int) -> None:
     """Call gccomm's ways until the trials of its algorithms are over, as in the first steps of a program."""
     pieces = -(-count // PIECE_COORDINATES)
-    for _ in range(max(TRIALS // 2, -(-TRIALS // pieces))):
+    for _ in range(TRIALS // 2 + -(-TRIALS // pieces)):
         for way in ways:
             way.call()
 

@@ -56,7 +56,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             ways = [mpi_ways(x, mpi)[0], *(codec_way(name, x, comm) for name in CODECS)]
             calls = [way.call for way in ways]
             if hosts > 1:  # until the trials of algorithms are over
-                for call in calls[1:] * -(-TRIALS // -(-x.size // PIECE_COORDINATES)):
+                for call in calls[1:] * (TRIALS // 2 + -(-TRIALS // -(-x.size // PIECE_COORDINATES))):
                     call()
             trial = interleaved(calls, 1, 1, stopper, mpi)
             iters = int(np.clip(LEAST_S / trial.sum(), options.least, options.most))

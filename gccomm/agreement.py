@@ -87,15 +87,11 @@ class Links:
     found : callable
         Whether this rank has found that the link is slow beside what a piece costs otherwise.
     slow : bool
-        Whether some rank had found so in the last header, or one before.
+        Whether some rank had found so in the last header.
     """
 
     found: Callable[[], bool] = lambda: False
     slow: bool = False
-
-    def say(self) -> bool:
-        """Return what this rank's next header is to say."""
-        return self.slow or self.found()
 
 
 @dataclass(slots=True)
@@ -157,7 +153,7 @@ def write_header(call: Call, rank: int, message: Words) -> None:
     message[1 : 2 * len(values) : 2] = ~values
     message[ERROR_WORD] = rank + 1 if call.error is not None else 0
     message[MISSING_WORD] = call.missing
-    message[SLOW_WORD] = call.links.say()
+    message[SLOW_WORD] = call.links.found()
 
 
 def verify(
@@ -195,7 +191,7 @@ def write_summed(call: Call, message: Words) -> None:
     message[:2] = call.hashes()
     message[2] = call.error is not None
     message[3] = call.missing
-    message[SUMMED_SLOW] = call.links.say()
+    message[SUMMED_SLOW] = call.links.found()
 
 
 def verify_summed(

@@ -112,7 +112,7 @@ class Job:
             self._sketch()
         self.parts = [self._parts(number) for number in range(plan.plain, len(plan.pieces))]
         # The pieces, from and to, whose codecs are agreed upon at once.
-        self.groups = plan.groups() if self.ahead else [(0, plan.plain if whole else min(plan.plain, 1))]
+        self.groups = plan.groups if self.ahead else [(0, plan.plain if whole else min(plan.plain, 1))]
         scales = sum(plan.agree_words[slice(*self.groups[0])])  # that go first
         self.agree = words_of(HEADER_WORDS + max(scales, SCALE_WORDS))
         self.room = max((sum(map(self._room, piece)) for piece in plan.pieces), default=0)

@@ -6,6 +6,7 @@ Per call only pointers and noise keys are filled in.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ class Plan:
         The back end works chunk by chunk: pieces may be larger than the caches.
     hosts : int
         Number of hosts that add up what codecs round before it is compressed; 0: they do not.
+    taper : bool
+        Halve the first and the last of those pieces in which every rank sends its own.
 
     Attributes
     ----------
@@ -112,16 +115,18 @@ class Plan:
             f"{key!r}: None" for key in self.nones
         ]
 
+    @cached_property
     def groups(self) -> list[tuple[int, int]]:
-        """Return the pieces, from and to, that are agreed upon at once where those before them are on a link
-        meanwhile: at first as many as make one of the usual size, once more, and then `AHEAD` times as many.
+        """The pieces, from and to, that are agreed upon at once while those before them are on a link: at
+        first as many as make one of the usual size, once more, and then `AHEAD` times as many.
         """
         words = self.agree_words[: self.plain]
         found: list[tuple[int, int]] = []
         low, whole = 0, max(words, default=0)
         while low < len(words):
-            end, most = low + 1, whole * min(len(found) or 1, AHEAD)
-            while end < len(words) and sum(words[low : end + 1]) <= most:
+            end, room = low + 1, whole * min(len(found) or 1, AHEAD) - words[low]
+            while end < len(words) and words[end] <= room:
+                room -= words[end]
                 end += 1
             found.append((low, end))
             low = end

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 STREAM_BYTES = 2 << 20  # results larger than this are written past the caches
-PLAN_CACHE = 32  # two a layout: steps that are measured have smaller pieces
+PLAN_CACHE = 32  # several a layout: pieces differ where steps are measured, or links slow
 FIRST_MEASURED = 3  # steps in which errors are measured, before every few
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
 

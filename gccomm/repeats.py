@@ -72,7 +72,7 @@ class Repeat:
         self._header = np.zeros(HEADER_WORDS, np.uint32)
         write_header(call, context.rank, self._header)
         self._agree, self._end = scratch(max(MESSAGE_WORDS, HEADER_WORDS + x.blocks)), HEADER_WORDS
-        self._words = scratch(0)
+        self._words, self._count = scratch(0), x.message_room + 1
         self._lanes: LaneSum | None = None  # which serves all calls
         self._floats: FloatSum | None = None  # the same
         self._running: Running | None = None
@@ -90,10 +90,10 @@ class Repeat:
         call.step = step
         low = step & 0xFFFFFFFF
         header[_STEP], header[_STEP + 1] = low, ~low & 0xFFFFFFFF
-        header[SLOW_WORD] = call.links.say()
+        header[SLOW_WORD] = call.links.found()
         self._agree[:HEADER_WORDS] = header
         if self._lanes is None and len(self._words) == 0:
-            self._words = scratch(x.message_room + 1)
+            self._words = scratch(self._count)
         if self._lanes is None and self._floats is None:
             x.keys[0] = t0, t1
             if self._nbytes > COPIED_BYTES:
@@ -123,7 +123,8 @@ class Repeat:
         wire.tag, outcome = tag_of(call), Outcome(stats=wire.stats)
         first = agree[: max(MESSAGE_WORDS, self._end)]
         yield from wire.move(Maximum(first), first.nbytes)
-        if agree[:HEADER_WORDS].tobytes() != self._header.tobytes():  # less time than NumPy takes to compare
+        # Less time than NumPy takes to compare; what comes from there on may differ.
+        if agree[:SLOW_WORD].tobytes() != self._header[:SLOW_WORD].tobytes():
             outcome.error = yield from verify(call, context.rank, context.size, agree)
             if outcome.error is not None:
                 return outcome
@@ -160,7 +161,8 @@ class Repeat:
                 self._floats = step  # of no call's arrays: the operand knows those
         if running.step is not None:
             yield from piece.advance()
-        self._words = piece.words
+        self._words = piece.words  # more, of a codec that needs more words than it said
+        self._count = max(self._count, len(self._words))
 
     def _sum_floats(self, wire: Wire) -> Generator[Transfer, Any, None]:
         """Send one message of floats, as the first calls did."""

@@ -11,6 +11,7 @@ import pytest
 import gccomm
 from gccomm import timeline
 from gccomm.codecs import get_codec
+from gccomm.codecs.floats import Raw
 from gccomm.codecs.rotated import Rotated
 from gccomm.codecs.uniform import Uniform
 from gccomm.repeats import KEPT, KEPT_WORDS, Repeat
@@ -347,3 +348,29 @@ def test_memory_for_long_sums_is_not_kept(repeated: list[int]) -> None:
         assert 0 < short <= KEPT_WORDS
         assert long == 0
     assert len(repeated) == 2 * 2 * (CALLS - 2)
+
+
+def test_a_codec_that_needs_more_words_than_it_said_is_repeated(repeated: list[int]) -> None:
+    class Wider(Raw):
+        id = "test-wider"
+
+        def adds(self, dtype: str, *, mean: bool) -> bool:
+            return False
+
+        def weight(self, item_bytes: int) -> int:
+            return 1
+
+        def wire_dtype(self, x: Any) -> Any:
+            return "float64"
+
+    def calls(comm: gccomm.Communicator) -> list[bool]:
+        found = []
+        for step in range(CALLS):
+            x = draw(comm.rank, step, (150_000,))
+            expected = sum(draw(rank, step, x.shape).astype(np.float64) for rank in range(2))
+            result = comm.compressed_allreduce(x, "sum", Wider())
+            found.append(same(result, np.asarray(expected).astype(F4)))
+        return found
+
+    assert run(calls, ranks=2) == [[True] * CALLS] * 2
+    assert len(repeated) == 2 * (CALLS - 2)

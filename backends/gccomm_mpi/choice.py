@@ -18,7 +18,8 @@ __all__ = ["Chooser"]
 # Calls of each algorithm in a row, of which the first ones do not count: connections that were idle, or
 # carried another pattern, take a while to come up to speed.
 ROUNDS, WARM_UP = 5, 2
-ALIKE = 16  # messages that are timed differ by less than this part
+ALIKE = 16  # messages that are timed differ by less than one part in so many
+MISSES = 64  # of other sizes, one after the other: then these are tried
 
 # What part of the first one's time in a trial another one may take, to be chosen: of messages that go one at
 # a time, as they do in trials; and of those in a stream, where what a ring waits for at its start and end
@@ -27,6 +28,7 @@ CLEARLY, STREAM_CLEARLY = 0.85, 0.7
 STREAM = "large sums in a stream"  # the kind of those
 
 SLOW_LINK = 400e6  # bytes a second: below, what a piece costs besides is little
+LEAST_TIMED = 256 << 10  # bytes of messages that tell of the link; of less, latency is a large part
 
 
 @dataclass
@@ -36,6 +38,7 @@ class _Trial:
     names: Sequence[str]
     nbytes: int
     calls: int = 0
+    misses: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # the least of each
     chosen: str | None = None
 
@@ -44,8 +47,9 @@ class Chooser:
     """Tries the algorithms on the calls as they come, one after the other, then keeps to the fastest.
 
     A size class is a power of two of bytes of one kind of reduction; it is tried on messages of about as many
-    bytes as its first one has, while others go by the first algorithm. Trials go in step on all ranks, since
-    all make the same calls; an algorithm counts by its slowest rank's best time. The first one is kept to
+    bytes as its first one has, while others go by the first algorithm; where such do not come any more, on
+    others. Trials go in step on all ranks, since all make the same calls; an algorithm counts by its slowest
+    rank's best time. The first one is kept to
     unless another is clearly faster. Sums of words do not depend on what is chosen. ``GCCOMM_VERBOSE=1``
     tells each choice.
 
@@ -68,8 +72,13 @@ class Chooser:
         if self.fixed in names:
             return self.fixed
         trial = self._trial(kind, nbytes, names)
-        alike = abs(nbytes - trial.nbytes) * ALIKE <= trial.nbytes
-        return names[0] if trial.chosen is None and not alike else trial.chosen
+        if trial.chosen is not None or abs(nbytes - trial.nbytes) * ALIKE <= trial.nbytes:
+            trial.misses = 0
+            return trial.chosen
+        trial.misses += 1
+        if trial.misses >= MISSES:
+            self.trials[kind, nbytes.bit_length()] = _Trial(trial.names, nbytes)
+        return names[0]
 
     def _trial(self, kind: str, nbytes: int, names: Sequence[str]) -> _Trial:
         key = kind, nbytes.bit_length()
@@ -95,10 +104,10 @@ class Chooser:
             slowest = np.array([trial.seconds[x] for x in trial.names])
             land(_maximum(link, slowest))
             best = int(slowest.argmin())
-            part = STREAM_CLEARLY if kind == STREAM else CLEARLY
+            part = STREAM_CLEARLY if kind.startswith(STREAM) else CLEARLY
             trial.chosen = trial.names[best if slowest[best] < part * slowest[0] else 0]
             trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
-            if kind.startswith("large"):
+            if kind.startswith("large") and nbytes >= LEAST_TIMED:
                 travels = 2 * (link.comm.size - 1) / link.comm.size * nbytes
                 self.pace = max(self.pace, travels / float(slowest[best]))
             if self._tells and link.comm.rank == 0:

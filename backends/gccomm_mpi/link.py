@@ -31,10 +31,12 @@ class Link:
         The ranks.
     segment_bytes : int
         Most bytes of a message.
+    name : str
+        What is added to the kinds of its reductions, whose trials are its own.
     """
 
-    def __init__(self, comm: Any, segment_bytes: int) -> None:
-        self.comm, self.segment_bytes = comm, segment_bytes
+    def __init__(self, comm: Any, segment_bytes: int, name: str = "") -> None:
+        self.comm, self.segment_bytes, self.name = comm, segment_bytes, name
         self._tags = 0
         self._free: list[npt.NDArray[np.uint8]] = []
 

@@ -116,6 +116,7 @@ class Messages:
         self, name: str, kind: str, recv: Array, names: Sequence[str], moves: Callable[[str], Moves]
     ) -> Flight | None:
         chooser, channel = self.channel.chooser, self.channel
+        kind += self.link.name
         chosen = chooser.settled(kind, recv.nbytes, names)
         if chosen is not None:
             return channel.launch(name, moves(chosen), (moves, recv))

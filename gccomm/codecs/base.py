@@ -113,7 +113,7 @@ class Codec(ABC):
     def repeats(self, ctx: Context) -> bool:
         """Return whether its steps on one array follow from operand and context alone: neither state nor
         ``ctx.step`` matters, it begins with an agreement on at most a word a block, or with nothing to agree
-        on, and never yields a redo. Calls on small arrays then take less time.
+        on, and never yields a redo. Calls on one array of a single piece then take less time.
         """
         del ctx
         return False

@@ -9,8 +9,18 @@ import gccomm_mpi
 import ml_dtypes
 import numpy as np
 import pytest
+from gccomm_mpi import choice
 from gccomm_mpi import ring as ring_module
-from gccomm_mpi.choice import CLEARLY, ROUNDS, SLOW_LINK, STREAM
+from gccomm_mpi.choice import (
+    CLEARLY,
+    LEAST_TIMED,
+    MISSES,
+    ROUNDS,
+    SLOW_LINK,
+    STREAM,
+    STREAM_CLEARLY,
+    Chooser,
+)
 from gccomm_mpi.halving import doubling
 from gccomm_mpi.messages import ALGORITHMS
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
@@ -149,6 +159,72 @@ def test_a_stream_has_trials_of_its_own_on_messages_of_one_size(channel: Any, wo
     assert calls == len(ALGORITHMS) * ROUNDS
     assert [(kind, trial.nbytes) for (kind, _), trial in chooser.trials.items()] == [(STREAM, 600_000)]
     assert channel.flights == []
+
+
+class Clock:
+    """A clock that goes on when something is landed, by what it takes."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds, self.now = seconds, 0.0
+
+    def land(self, begun: Any) -> None:
+        if isinstance(begun, str):
+            self.now += self.seconds[begun]
+        else:
+            for test in begun:  # of the maximum over the ranks
+                while not test():
+                    pass
+
+    def settle(self, chooser: Chooser, kind: str, nbytes: int, link: Any) -> str | None:
+        names = tuple(self.seconds)
+        while (chosen := chooser.settled(kind, nbytes, names)) is None:
+            chooser.try_next(kind, nbytes, link, self.land, names, lambda name: name)
+        return chosen
+
+
+@pytest.mark.parametrize(("kind", "part"), [("large sums", CLEARLY), (STREAM, STREAM_CLEARLY)])
+def test_by_how_much_the_first_algorithm_has_to_be_beaten(
+    channel: Any, monkeypatch: pytest.MonkeyPatch, kind: str, part: float
+) -> None:
+    link = channel.messages.link
+    for seconds, expected in ((part * 1.01, "ring"), (part * 0.99, "direct")):
+        clock, chooser = Clock({"ring": 1.0, "direct": seconds}), Chooser()
+        monkeypatch.setattr(choice, "perf_counter", lambda clock=clock: clock.now)
+        assert clock.settle(chooser, kind, 1 << 20, link) == expected
+        travels = 2 * (link.comm.size - 1) / link.comm.size * (1 << 20)
+        assert chooser.pace == pytest.approx(travels / seconds)
+        assert chooser.slow
+    assert not Chooser().slow
+
+
+def test_short_sums_do_not_tell_of_the_link(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, chooser = Clock({"ring": 1.0, "direct": 1.0}), Chooser()
+    monkeypatch.setattr(choice, "perf_counter", lambda: clock.now)
+    assert clock.settle(chooser, "large sums", LEAST_TIMED - 4, channel.messages.link) == "ring"
+    assert (chooser.pace, chooser.slow) == (0, False)
+
+
+def test_sizes_that_come_are_tried_where_the_first_one_does_not(
+    channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, chooser, names = Clock({"ring": 1.0, "direct": 0.1}), Chooser(), ("ring", "direct")
+    monkeypatch.setattr(choice, "perf_counter", lambda: clock.now)
+    assert chooser.settled("large sums", 700_000, names) is None
+    assert [chooser.settled("large sums", 600_000, names) for _ in range(MISSES)] == ["ring"] * MISSES
+    assert clock.settle(chooser, "large sums", 600_000, channel.messages.link) == "direct"
+    assert chooser.settled("large sums", 700_000, names) == "direct"
+
+
+def test_links_are_timed_between_hosts_only(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = world.Dup()
+    handle = gccomm_mpi.connect(parent)
+    assert handle.slow_links is False
+    monkeypatch.setattr(handle._channel.chooser, "pace", SLOW_LINK - 1)
+    assert handle.slow_links is False
+    monkeypatch.setattr(handle, "one_host", False)
+    assert handle.slow_links is True
+    handle.close()
+    parent.Free()
 
 
 def test_nothing_is_on_its_way_while_a_message_is_timed(
