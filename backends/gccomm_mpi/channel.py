@@ -119,11 +119,9 @@ class Channel:
         """Return what ranks at one place of all hosts exchange, where it is below a number; collective."""
         color = place if place < speakers else MPI.UNDEFINED
         column = self.comm.Split(color, self.host_of[self.comm.rank])
-        return (
-            None
-            if column == MPI.COMM_NULL
-            else Messages(self, Link(column, self.segment_bytes, " between hosts"))
-        )
+        if column == MPI.COMM_NULL:
+            return None
+        return Messages(self, Link(column, self.segment_bytes, " between hosts"))
 
     def column(self) -> Messages:
         """Return what the ranks at this one's place exchange, of hosts that have as many each; collective."""

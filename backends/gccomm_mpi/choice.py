@@ -49,9 +49,8 @@ class Chooser:
     A size class is a power of two of bytes of one kind of reduction; it is tried on messages of about as many
     bytes as its first one has, while others go by the first algorithm; where such do not come any more, on
     others. Trials go in step on all ranks, since all make the same calls; an algorithm counts by its slowest
-    rank's best time. The first one is kept to
-    unless another is clearly faster. Sums of words do not depend on what is chosen. ``GCCOMM_VERBOSE=1``
-    tells each choice.
+    rank's best time. The first one is kept to unless another is clearly faster. Sums of words do not depend
+    on what is chosen. ``GCCOMM_VERBOSE=1`` tells each choice.
 
     Parameters
     ----------
