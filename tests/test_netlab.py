@@ -50,7 +50,8 @@ def test_rate_that_is_none(text: str) -> None:
 
 def test_burst_grows_with_the_rate() -> None:
     assert burst(10**8) == burst(GIGABIT) == 256 << 10
-    assert burst(10**10) == 1_250_000
+    assert burst(10**10) == 256 << 10  # 0.2 ms
+    assert burst(10**11) == 2_500_000
 
 
 def test_faster_than_the_link_is_refused() -> None:
@@ -75,7 +76,7 @@ def test_bound_and_check_of_an_all_reduce() -> None:
 
 
 def test_a_lab_travels_in_a_variable() -> None:
-    lab = Lab(4, GIGABIT, 2, 10**8, 119e6, 11e6)
+    lab = Lab(4, GIGABIT, 2, 10**8, 119e6, 11e6, "reno")
     assert Lab.from_environ({VARIABLE: lab.to_json()}) == lab
     assert Lab.from_environ({}) is None
 
@@ -88,17 +89,19 @@ def test_racks() -> None:
     assert pairs(Lab(2, GIGABIT, 2)) == [(1, 2)]
     assert pairs(Lab(1, GIGABIT)) == []
     lines = lab.describe()
-    assert lines[0] == "5 hosts (h1 to h5, 10.77.0.1 to 10.77.0.5), 1gbit each way"
+    assert lines[0] == "5 hosts (h1 to h5, 10.77.0.1 to 10.77.0.5), 1gbit each way, TCP cubic"
     assert lines[1] == "2 racks (h1 h2 h3; h4 h5), 100mbit between them"
 
 
 def test_both_ends_of_a_link_are_limited() -> None:
     commands = [" ".join(command) for command in build(Lab(2, 10**10))]
-    shaper = "tbf rate 10000000000bit burst 1250000b latency 50ms"
+    shaper = "tbf rate 10000000000bit burst 262144b latency 50ms"
     assert f"tc -n gccomm-lab-h2 qdisc add dev eth0 root {shaper}" in commands
     assert f"tc -n gccomm-lab-r1 qdisc add dev h2 root {shaper}" in commands
     assert "ip -n gccomm-lab-r1 link set h2 master bridge" in commands
-    assert "ip -n gccomm-lab-h2 address add 10.77.0.2/16 dev eth0" in commands
+    assert "ip -n gccomm-lab-h2 address add 10.77.0.2/16 dev eth0 noprefixroute" in commands
+    route = "ip -n gccomm-lab-h2 route add 10.77.0.0/16 dev eth0 src 10.77.0.2 congctl cubic"
+    assert route in commands
     assert not any("core" in command for command in commands)
 
 
@@ -254,21 +257,25 @@ def test_half_a_lab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("_elsewhere")
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("tbf", "root tbf rate 1000000000bit burst 262144b latency 50ms` has failed: no tbf"),
+        ("congctl", "src 10.77.0.1 congctl nosuch` has failed: no congctl"),
+    ],
+)
 def test_lab_that_cannot_be_built_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str, text: str
 ) -> None:
     def tool(*command: str) -> subprocess.CompletedProcess[str]:
         if command[:3] == ("ip", "netns", "add"):
             (tmp_path / command[3]).touch()
         if command[:3] == ("ip", "netns", "delete"):
             (tmp_path / command[3]).unlink()
-        failed = command[0] == "tc"
-        return subprocess.CompletedProcess(command, failed, "", "no tbf" if failed else "")
+        failed = word in command
+        return subprocess.CompletedProcess(command, failed, "", f"no {word}" if failed else "")
 
     monkeypatch.setattr(netlab_system, "_tool", tool)
-    assert netlab(["up"]) == 1
-    assert (
-        "root tbf rate 1000000000bit burst 262144b latency 50ms` has failed: no tbf"
-        in capsys.readouterr().err
-    )
+    assert netlab(["up", "--congestion", "nosuch"]) == 1
+    assert text in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -109,6 +109,13 @@ def test_links_are_limited_both_ways(lab: Lab) -> None:
     assert deserted(lab)
 
 
+def test_tcp_does_not_depend_on_the_machine(lab: Lab) -> None:
+    command = ["ip", "-n", "gccomm-lab-h1", "route"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "10.77.0.0/16 dev eth0 scope link src 10.77.0.1 congctl cubic"
+    assert lab.congestion == "cubic"
+
+
 def test_a_second_lab_is_refused(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     assert netlab(["up"]) == 1
     assert "a lab is up already" in capsys.readouterr().err

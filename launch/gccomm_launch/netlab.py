@@ -84,6 +84,7 @@ def _up(argv: Sequence[str]) -> int:
     add("--rate", type=rate, default="1gbit", help="of each host's link, each way (default 1gbit)")
     add("--racks", type=positive, default=1, metavar="R", help="switches that the hosts are spread over")
     add("--rack-rate", type=rate, metavar="RATE", help="of each switch's link to the others (default --rate)")
+    add("--congestion", default="cubic", metavar="NAME", help="TCP's congestion control (default cubic)")
     options = parser.parse_args(argv)
     if options.hosts > _MOST_HOSTS:
         parser.error(f"--hosts {options.hosts} is more than {_MOST_HOSTS}")
@@ -92,7 +93,8 @@ def _up(argv: Sequence[str]) -> int:
     if options.rack_rate and options.racks == 1:
         parser.error("--rack-rate needs --racks of at least 2")
     _need_root()
-    lab = Lab(options.hosts, options.rate, options.racks, options.rack_rate or 0)
+    rack_rate = options.rack_rate or 0
+    lab = Lab(options.hosts, options.rate, options.racks, rack_rate, congestion=options.congestion)
     raise_lab(lab)
     print("\n".join(lab.describe()))
     try:

@@ -21,6 +21,7 @@ PREFIX = "gccomm-lab-"
 VARIABLE = "GCCOMM_NETLAB"
 
 _CORE = "core"
+_NETWORK = "10.77.0.0/16"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Lab:
     measured, measured_across : float
         Bytes per second that a TCP connection carried between two hosts, of one rack if there are such, and
         between racks; 0 where that is not known.
+    congestion : str
+        How TCP between hosts finds how much it may send: by Linux's usual algorithm, whatever this machine is
+        set to, so that the lab is the same everywhere.
     """
 
     hosts: int
@@ -48,6 +52,7 @@ class Lab:
     rack_rate: int = 0
     measured: float = 0.0
     measured_across: float = 0.0
+    congestion: str = "cubic"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rack_rate", self.rack_rate or self.rate)
@@ -100,7 +105,8 @@ class Lab:
     def describe(self) -> list[str]:
         """Return what the lab consists of, in lines."""
         names = f"h1 to h{self.hosts}, {address(1)} to {address(self.hosts)}" if self.hosts > 1 else "h1"
-        lines = [f"{self.hosts} host{'s'[: self.hosts - 1]} ({names}), {format_rate(self.rate)} each way"]
+        rate = f"{format_rate(self.rate)} each way, TCP {self.congestion}"
+        lines = [f"{self.hosts} host{'s'[: self.hosts - 1]} ({names}), {rate}"]
         if self.racks > 1:
             racks = [
                 [n for n in range(1, self.hosts + 1) if self.rack(n) == r + 1] for r in range(self.racks)
@@ -157,7 +163,10 @@ def build(lab: Lab) -> Iterator[list[str]]:
     for number, host in enumerate(lab.names, 1):
         switch = f"r{lab.rack(number)}"
         yield from _link((host, "eth0"), (switch, host), lab.rate)
-        yield from _inside(namespace(host), f"ip address add {address(number)}/16 dev eth0")
+        own = address(number)
+        route = f"{_NETWORK} dev eth0 src {own} congctl {lab.congestion}"
+        add = f"ip address add {own}/16 dev eth0 noprefixroute"
+        yield from _inside(namespace(host), add, f"ip route add {route}")
 
 
 def _link(low: tuple[str, str], high: tuple[str, str], bits: int) -> Iterator[list[str]]:
