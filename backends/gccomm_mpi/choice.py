@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["Chooser"]
+__all__ = ["LONG", "Chooser"]
 
 # Calls of each algorithm in a row, of which the first ones do not count: connections that were idle, or
 # carried another pattern, take a while to come up to speed.
-ROUNDS, WARM_UP = 5, 2
+ROUNDS, WARM_UP = 4, 2
 ALIKE = 16  # messages that are timed differ by less than one part in so many
 MISSES = 64  # of other sizes, one after the other: then these are tried
 
 # What part of the first one's time in a trial another one may take, to be chosen: of messages that go one at
 # a time, as they do in trials; and of those in a stream, where what a ring waits for at its start and end
-# hides behind others, and it keeps all links in step: it is the fastest there, if not by itself.
-CLEARLY, STREAM_CLEARLY = 0.85, 0.7
+# hides behind others, and it keeps all links in step: it is the fastest there, if not by itself. In longer
+# segments an algorithm costs less arithmetic and more waiting, alike in both.
+CLEARLY, STREAM_CLEARLY, LONG_CLEARLY = 0.85, 0.7, 0.92
+LONG = "long-"  # how the name of an algorithm in longer segments begins
 STREAM = "large sums in a stream"  # the kind of those
 
 SLOW_LINK = 400e6  # bytes a second: below, what a piece costs besides is little
@@ -102,13 +104,12 @@ class Chooser:
         if trial.calls == ROUNDS * len(trial.names):
             slowest = np.array([trial.seconds[x] for x in trial.names])
             land(_maximum(link, slowest))
-            best = int(slowest.argmin())
-            part = STREAM_CLEARLY if kind.startswith(STREAM) else CLEARLY
-            trial.chosen = trial.names[best if slowest[best] < part * slowest[0] else 0]
+            parts = [_part(x, trial.names[0], kind) for x in trial.names]
+            trial.chosen = trial.names[int((slowest / parts).argmin())]
             trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
             if kind.startswith("large") and nbytes >= LEAST_TIMED:
                 travels = 2 * (link.comm.size - 1) / link.comm.size * nbytes
-                self.pace = max(self.pace, travels / float(slowest[best]))
+                self.pace = max(self.pace, travels / float(slowest.min()))
             if self._tells and link.comm.rank == 0:
                 with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not break the call
                     print(f"gccomm: {_line((kind, nbytes.bit_length()), trial)}", file=sys.stderr, flush=True)
@@ -121,6 +122,15 @@ class Chooser:
     def table(self) -> list[str]:
         """Return one line for each choice that was made."""
         return [_line(key, trial) for key, trial in self.trials.items() if trial.chosen is not None]
+
+
+def _part(name: str, first: str, kind: str) -> float:
+    """Return what part of the first algorithm's time another one may take, to be chosen."""
+    if name == first:
+        return 1.0
+    if kind.startswith(STREAM):
+        return LONG_CLEARLY if name == LONG + first else STREAM_CLEARLY
+    return LONG_CLEARLY if name.startswith(LONG) else CLEARLY
 
 
 def _line(key: tuple[str, int], trial: _Trial) -> str:

@@ -40,7 +40,9 @@ def by_mpi(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
         raise
 
 
-def exchange(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
+def exchange(
+    link: Link, send: Array, recv: Array, operator: Operator, segment_bytes: int | None = None
+) -> Moves:
     """Reduce `send` over the ranks into `recv`.
 
     Parameters
@@ -51,6 +53,8 @@ def exchange(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
         The same array or apart.
     operator : Operator
         Fits the arrays.
+    segment_bytes : int, optional
+        Most of a message (default: the link's).
 
     Yields
     ------
@@ -58,30 +62,32 @@ def exchange(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
         A test that is to come true before the generator is resumed. All requests and arrays of one that is
         closed before its end are kept for good.
     """
+    limit = segment_bytes or link.segment_bytes
     if link.comm.size == 2:
-        yield from _swap(link, send, recv, operator)
+        yield from _swap(link, send, recv, operator, limit)
         return
     shares, rank = _shares(recv.size, link.comm.size), link.comm.rank
     mine, tag = shares[rank], link.next_tag()
     requests: list[Any] = []
     width = (len(shares) - 1) * (mine.stop - mine.start)
     with link.memory(recv.dtype, width, requests, send, recv) as scratch:
-        yield from _reduce(link, tag, [send[s] for s in shares], recv[mine], operator, scratch, requests)
-        yield from _gather(link, tag, [recv[s] for s in shares], operator.datatype, requests)
+        parts = [send[s] for s in shares]
+        yield from _reduce(link, tag, parts, recv[mine], operator, scratch, requests, limit)
+        yield from _gather(link, tag, [recv[s] for s in shares], operator.datatype, requests, limit)
 
 
-def _swap(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
+def _swap(link: Link, send: Array, recv: Array, operator: Operator, limit: int) -> Moves:
     """Two ranks: each takes the other's array and adds it: as many bytes, half the waits.
 
     Both operators and IEEE addition commute, so the two get the same bits (of NaN the payload may differ).
     What has come is added while the rest is on its way, in place once it has left.
     """
     peer, datatype, tag = 1 - link.comm.rank, operator.datatype, link.next_tag()
-    step = max(1, link.segment_bytes // recv.itemsize)
+    step = max(1, limit // recv.itemsize)
     requests: list[Any] = []
     with link.memory(recv.dtype, recv.size, requests, send, recv) as other:
-        coming = post(link.comm.Irecv, other, datatype, peer, tag, link.segment_bytes)
-        going = post(link.comm.Isend, send, datatype, peer, tag, link.segment_bytes)
+        coming = post(link.comm.Irecv, other, datatype, peer, tag, limit)
+        going = post(link.comm.Isend, send, datatype, peer, tag, limit)
         requests += coming + going
         for low, come, left in zip(range(0, recv.size, step), coming, going, strict=True):
             yield come.Test
@@ -122,7 +128,8 @@ def exchange_in_order(link: Link, words: Array, first: int, fold: Fold) -> Moves
         requests.clear()
         fold(parts, first + mine.start, words[mine])
         if comm.size > 2:
-            yield from _gather(link, tag, [words[share] for share in shares], MPI.UINT32_T, requests)
+            parts = [words[share] for share in shares]
+            yield from _gather(link, tag, parts, MPI.UINT32_T, requests, link.segment_bytes)
 
 
 def _collect(link: Link, tag: int, shares: list[Array], scratch: Array, requests: list[Any]) -> list[Array]:
@@ -163,10 +170,11 @@ def _reduce(
     operator: Operator,
     scratch: Array,
     requests: list[Any],
+    limit: int,
 ) -> Moves:
     """Send every other rank its part, and add up the parts of this rank's share in `total`."""
     comm, rank, size, width = link.comm, link.comm.rank, link.comm.size, total.size
-    datatype, limit = operator.datatype, link.segment_bytes
+    datatype = operator.datatype
     arrived = [scratch[hop * width : (hop + 1) * width] for hop in range(size - 1)]
     ends = []  # of each hop's requests
     for hop, room in enumerate(arrived, 1):
@@ -186,9 +194,11 @@ def _reduce(
     requests.clear()
 
 
-def _gather(link: Link, tag: int, shares: list[Array], datatype: Any, requests: list[Any]) -> Moves:
+def _gather(
+    link: Link, tag: int, shares: list[Array], datatype: Any, requests: list[Any], limit: int
+) -> Moves:
     """Send this rank's share to every other rank, and take theirs."""
-    comm, rank, size, limit = link.comm, link.comm.rank, link.comm.size, link.segment_bytes
+    comm, rank, size = link.comm, link.comm.rank, link.comm.size
     for hop in range(1, size):
         peer = (rank - hop) % size
         requests += post(comm.Irecv, shares[peer], datatype, peer, tag, limit)

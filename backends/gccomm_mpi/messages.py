@@ -27,11 +27,24 @@ Array = npt.NDArray[Any]
 # Elements per MPI call: counts and byte counts stay far from 2^31 in every library.
 MAX_COUNT = 1 << 28
 
-# In either table the first one is kept to unless another is clearly faster. Where two ranks make one sum at a
-# time, that is the direct one, in which they swap whole arrays: as many bytes as round a ring, but nothing
-# waits for a sum to come back. Several at a time are better off in rings, which keep them in order.
-ALGORITHMS = {"ring": ring, "direct": exchange, "halving": halving, "mpi": by_mpi}
-_SWAPS = ("direct", *(name for name in ALGORITHMS if name != "direct"))
+# Segments so long cost less arithmetic, which matters where links are fast. But MPI libraries ask the
+# receiver first, which takes time where the question waits behind other words.
+LONG_BYTES = 512 << 10
+
+ALGORITHMS: dict[str, Callable[..., Moves]] = {
+    "ring": ring,
+    "long-ring": partial(ring, segment_bytes=LONG_BYTES),
+    "direct": exchange,
+    "long-direct": partial(exchange, segment_bytes=LONG_BYTES),
+    "halving": halving,
+    "mpi": by_mpi,
+}
+# The first one is kept to unless another is clearly faster. Where two ranks make one sum at a time, that is
+# the direct one, in which they swap whole arrays: as many bytes as round a ring, but nothing waits for a sum
+# to come back. Several at a time are better off in rings, which keep them in order.
+_LARGE = tuple(ALGORITHMS)
+_SWAPS = ("direct", "long-direct", "ring", "long-ring", "mpi")
+_STREAMS = ("ring", "long-ring", "direct", "halving", "mpi")
 _SMALL = {"halving": doubling, "mpi": by_mpi}
 
 
@@ -76,17 +89,18 @@ class Messages:
     def _reduce(
         self, name: str, send: Array, recv: Array, operator: Operator, *, alone: bool
     ) -> Flight | None:
-        large = self._large(recv)
-        table: dict[str, Callable[..., Moves]] = ALGORITHMS if large else self._small()
+        table, kind, names = ALGORITHMS, "large sums", _SWAPS if self.size == 2 else _LARGE
+        if not self._large(recv):
+            table, kind = self._small(), "small sums"
+            names = tuple(table)
+        elif not alone:
+            kind, names = STREAM, _STREAMS
+        if self.channel.chooser.fixed in table:
+            names = (self.channel.chooser.fixed,)
 
         def moves(known: str) -> Moves:
             return table[known](self.link, send, recv, operator)
 
-        kind, names = "large sums" if large else "small sums", tuple(table)
-        if large and not alone:
-            kind = STREAM
-        elif large and self.size == 2:
-            names = _SWAPS
         return self._begin(name, kind, recv, names, moves)
 
     def combine(self, name: str, operation: str, seed: int, words: Array) -> None:

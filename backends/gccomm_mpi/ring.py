@@ -21,7 +21,8 @@ from gccomm_mpi.operators import Operator
 __all__ = ["SEGMENT_BYTES", "ring"]
 
 SEGMENT_BYTES = 56 << 10  # with its header below Open MPI's 64 KiB
-AHEAD = 24  # receives that are posted
+AHEAD_BYTES = 24 * SEGMENT_BYTES  # of receives that are posted
+LEAST_AHEAD = 3  # of those
 
 Array = npt.NDArray[Any]
 
@@ -36,22 +37,22 @@ class _Event(NamedTuple):
     sent: int  # number of the send that this memory was last used for, -1: it is not in use
 
 
-def ring(link: Link, send: Array, recv: Array, operator: Operator) -> Moves:
+def ring(link: Link, send: Array, recv: Array, operator: Operator, segment_bytes: int | None = None) -> Moves:
     """Reduce `send` over the ranks into `recv`; arguments as of `gccomm_mpi.exchange.exchange`."""
-    run = _Ring(link, send, recv, operator)
-    with link.memory(recv.dtype, AHEAD * run.step, run) as run.room:
+    run = _Ring(link, send, recv, operator, segment_bytes or SEGMENT_BYTES)
+    with link.memory(recv.dtype, run.ahead * run.step, run) as run.room:
         yield from run.moves()
 
 
 class _Ring:
     """One all-reduce on its way."""
 
-    def __init__(self, link: Link, send: Array, recv: Array, operator: Operator) -> None:
+    def __init__(self, link: Link, send: Array, recv: Array, operator: Operator, limit: int) -> None:
         self.comm, self.tag, self.operator = link.comm, link.next_tag(), operator
         self.send, self.recv = send, recv
         self.rank, self.size = link.comm.rank, link.comm.size
         self.left, self.right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        self.step = SEGMENT_BYTES // recv.itemsize
+        self.step, self.ahead = limit // recv.itemsize, max(LEAST_AHEAD, AHEAD_BYTES // limit)
         self.cuts = [recv.size * r // self.size // 32 * 32 for r in range(self.size)] + [recv.size]
         self.segments = max(-(-(b - a) // self.step) for a, b in pairwise(self.cuts))
         self.room = recv[:0]
@@ -61,11 +62,11 @@ class _Ring:
     def moves(self) -> Moves:
         """Run it."""
         events = list(self._events())
-        yield from self._expect(events, AHEAD)
+        yield from self._expect(events, self.ahead)
         for segment in range(self.segments):
             self._hand_on(self._part(self.send, self.rank, segment))
         for k, event in enumerate(events):
-            yield from self._expect(events, k + AHEAD)
+            yield from self._expect(events, k + self.ahead)
             if self.coming[k] is not None:
                 yield self.coming[k].Test
             self._take(k, event)
@@ -103,7 +104,7 @@ class _Ring:
     def _post(self, k: int, event: _Event) -> None:
         target = self._part(self.recv, event.share, event.segment)
         if event.adds:
-            target = self.room[k % AHEAD * self.step :][: target.size]
+            target = self.room[k % self.ahead * self.step :][: target.size]
         datatype = self.operator.datatype
         request = self.comm.Irecv((target, datatype), self.left, self.tag) if target.size else None
         self.coming.append(request)
@@ -112,7 +113,7 @@ class _Ring:
         target = self._part(self.recv, event.share, event.segment)
         if event.adds and target.size:
             own = self._part(self.send, event.share, event.segment)
-            self.operator.combine(own, self.room[k % AHEAD * self.step :][: target.size], target)
+            self.operator.combine(own, self.room[k % self.ahead * self.step :][: target.size], target)
         if event.handed_on:
             self._hand_on(target)
 

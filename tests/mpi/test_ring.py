@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import gccomm_mpi
@@ -14,6 +15,8 @@ from gccomm_mpi import ring as ring_module
 from gccomm_mpi.choice import (
     CLEARLY,
     LEAST_TIMED,
+    LONG,
+    LONG_CLEARLY,
     MISSES,
     ROUNDS,
     SLOW_LINK,
@@ -22,7 +25,7 @@ from gccomm_mpi.choice import (
     Chooser,
 )
 from gccomm_mpi.halving import doubling
-from gccomm_mpi.messages import ALGORITHMS
+from gccomm_mpi.messages import _LARGE, _STREAMS, _SWAPS, ALGORITHMS
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 
 pytestmark = pytest.mark.usefixtures("several")
@@ -44,7 +47,7 @@ def channel(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     parent.Free()
 
 
-EVERY = {**ALGORITHMS, "doubling": doubling}
+EVERY: dict[str, Callable[..., Any]] = {**ALGORITHMS, "doubling": doubling}
 
 
 def reduce(channel: Any, name: str, send: Any, recv: Any, operator: Operator) -> None:
@@ -61,10 +64,13 @@ def test_sums(
     in_place: bool,
 ) -> None:  # fmt: skip
     """Shares of no, few and many segments, short last ones, receives posted far and hardly ahead."""
-    if name != "ring" and ahead != 24:
+    if not name.endswith("ring") and ahead != 24:
         pytest.skip("for the ring alone")
+    if name.startswith(LONG):
+        monkeypatch.setitem(EVERY, name, partial(EVERY[name], segment_bytes=segment))
     monkeypatch.setattr(ring_module, "SEGMENT_BYTES", segment)
-    monkeypatch.setattr(ring_module, "AHEAD", ahead)
+    monkeypatch.setattr(ring_module, "AHEAD_BYTES", ahead * segment)
+    monkeypatch.setattr(ring_module, "LEAST_AHEAD", 1)
     monkeypatch.setattr(channel.messages.link, "segment_bytes", segment)
     for count in (1, 31, 64 * world.size, 1000, 5003, 40_001):
         parts = [
@@ -116,7 +122,8 @@ def test_the_fastest_algorithm_is_agreed_upon(
     channel: Any, world: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After some calls of each, by size; until then and after that the sums are right."""
-    chooser, trials = channel.chooser, len(ALGORITHMS) * ROUNDS
+    names = _SWAPS if world.size == 2 else _LARGE
+    chooser, trials = channel.chooser, len(names) * ROUNDS
     monkeypatch.setattr(chooser, "_tells", True)
     for call in range(trials + 3):
         for count in (40_000 * world.size, 150_000 * world.size):
@@ -125,11 +132,11 @@ def test_the_fastest_algorithm_is_agreed_upon(
             assert (words == call * world.size + world.size * (world.size - 1) // 2).all()
         assert [trial.chosen is None for trial in chooser.trials.values()] == [call < trials - 1] * 2
     chosen = [(trial.chosen, trial.seconds) for trial in chooser.trials.values()]
-    first = "direct" if world.size == 2 else "ring"
+    parts = dict.fromkeys(names, CLEARLY) | {names[0]: 1.0}
+    parts |= {x: LONG_CLEARLY for x in names if x.startswith(LONG)}
     for name, seconds in chosen:  # the first one, unless another is clearly faster
-        fastest = min(seconds, key=lambda known: seconds[known])
-        assert name == (fastest if seconds[fastest] < CLEARLY * seconds[first] else first)
-    assert all(set(seconds) == set(ALGORITHMS) for _, seconds in chosen)
+        assert name == min(seconds, key=lambda known: seconds[known] / parts[known])
+    assert all(tuple(seconds) == names for _, seconds in chosen)
     assert all(found == chosen for found in world.allgather(chosen))
     sizes = (160_000 * world.size, 600_000 * world.size)
     travels = [2 * (world.size - 1) / world.size * nbytes for nbytes in sizes]
@@ -156,7 +163,7 @@ def test_a_stream_has_trials_of_its_own_on_messages_of_one_size(channel: Any, wo
                 channel.land(flight)
             assert (words == world.size * (world.size + 1) // 2).all()
         calls += 1
-    assert calls == len(ALGORITHMS) * ROUNDS
+    assert calls == len(_STREAMS) * ROUNDS
     assert [(kind, trial.nbytes) for (kind, _), trial in chooser.trials.items()] == [(STREAM, 600_000)]
     assert channel.flights == []
 
@@ -182,13 +189,23 @@ class Clock:
         return chosen
 
 
-@pytest.mark.parametrize(("kind", "part"), [("large sums", CLEARLY), (STREAM, STREAM_CLEARLY)])
+@pytest.mark.parametrize(
+    ("kind", "other", "part"),
+    [
+        ("large sums", "direct", CLEARLY),
+        ("large sums", "long-direct", LONG_CLEARLY),
+        ("large sums", "long-ring", LONG_CLEARLY),
+        (STREAM, "direct", STREAM_CLEARLY),
+        (STREAM, "long-direct", STREAM_CLEARLY),
+        (STREAM, "long-ring", LONG_CLEARLY),
+    ],
+)
 def test_by_how_much_the_first_algorithm_has_to_be_beaten(
-    channel: Any, monkeypatch: pytest.MonkeyPatch, kind: str, part: float
+    channel: Any, monkeypatch: pytest.MonkeyPatch, kind: str, other: str, part: float
 ) -> None:
     link = channel.messages.link
-    for seconds, expected in ((part * 1.01, "ring"), (part * 0.99, "direct")):
-        clock, chooser = Clock({"ring": 1.0, "direct": seconds}), Chooser()
+    for seconds, expected in ((part * 1.01, "ring"), (part * 0.99, other)):
+        clock, chooser = Clock({"ring": 1.0, other: seconds}), Chooser()
         monkeypatch.setattr(choice, "perf_counter", lambda clock=clock: clock.now)
         assert clock.settle(chooser, kind, 1 << 20, link) == expected
         travels = 2 * (link.comm.size - 1) / link.comm.size * (1 << 20)
