@@ -39,7 +39,7 @@ __all__ = ["Repeat", "Repeats"]
 KEPT = 8  # of the layouts of a reduction
 
 LONGEST_BYTES = 4 << 20  # of an array: in longer calls what is saved here does not count
-KEPT_WORDS = 1 << 16  # of memory for sums, from call to call; more comes from the pool each time
+KEPT_WORDS = 65 << 10  # of memory for sums, from call to call; more comes from the pool each time
 COPIED_BYTES = 16 << 10  # up to which copying floats takes less time than handing arrays on
 _STEP = 8  # place of the step in the header
 _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -73,7 +73,9 @@ class Repeat:
         write_header(call, context.rank, self._header)
         self._agree, self._end = scratch(max(MESSAGE_WORDS, HEADER_WORDS + x.blocks)), HEADER_WORDS
         self._words, self._count = scratch(0), x.message_room + 1
-        self._lanes: LaneSum | None = None  # which serves all calls
+        self._agreed: Agree | None = None  # of a codec that agrees, then sums words; it serves all calls
+        self._summed: Sum | None = None  # the same
+        self._lanes: LaneSum | None = None  # the same
         self._floats: FloatSum | None = None  # the same
         self._running: Running | None = None
 
@@ -94,7 +96,11 @@ class Repeat:
         self._agree[:HEADER_WORDS] = header
         if self._lanes is None and len(self._words) == 0:
             self._words = scratch(self._count)
-        if self._lanes is None and self._floats is None:
+        if self._agreed is not None:
+            x.keys[0] = t0, t1
+            self._agreed.fill(self._agree[HEADER_WORDS : self._end])
+            self._agree[self._end :] = 0
+        elif self._lanes is None and self._floats is None:
             x.keys[0] = t0, t1
             if self._nbytes > COPIED_BYTES:
                 x.direct = self.spec.dtype, array.reshape(-1), result
@@ -135,6 +141,8 @@ class Repeat:
             yield from self._advance(self._running, wire, agree[HEADER_WORDS : self._end])
         elif self._lanes is not None:
             yield from _sum_lanes(self._lanes, wire)
+        elif self._summed is not None:
+            yield from self._sum(self._summed, wire)
         else:
             yield from self._sum_floats(wire)
         wire.stats.float32_bytes = 4 * x.coordinates
@@ -143,7 +151,8 @@ class Repeat:
 
     def _advance(self, running: Running, wire: Wire, agreed: Words) -> Generator[Transfer, Any, None]:
         """Drive the codec to its end."""
-        if isinstance(running.step, Agree):
+        first = running.step
+        if isinstance(first, Agree):
             running.answer(agreed)
         if isinstance(running.step, LaneSum) and running.step.job["agree"][0]:
             self._lanes = running.step  # the same in every call
@@ -154,6 +163,10 @@ class Repeat:
         if isinstance(step, Sum) and step.size(0, step.blocks) < len(self._words):
             yield from self._sum(step, wire)
             running.answer(None)
+            if running.step is None and isinstance(first, Agree):
+                self._agreed, self._summed = first, step  # what is agreed upon is in the same memory
+                self._count = step.size(0, step.blocks) + 1
+                return
         piece = Piece(wire, (running,), self._words, len(self._words), self._room)
         if isinstance(step, FloatSum):
             yield from piece.sum_floats(running)

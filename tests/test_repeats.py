@@ -333,13 +333,39 @@ def test_an_own_codec_that_inherits_from_rotated_is_not_replaced_for_small_array
     assert seen == [5000] * 4
 
 
+@pytest.mark.parametrize("base", [Uniform, Rotated])
+def test_steps_of_a_codec_serve_later_calls(base: Any, repeated: list[int]) -> None:
+    started: list[int] = []
+
+    class Mine(base):  # type: ignore[misc]
+        id = "test-mine"
+
+        def steps(self, x: Any, state: Any, ctx: Any) -> Any:
+            started.append(ctx.step)
+            return (yield from super().steps(x, state, ctx))
+
+        def repeats(self, ctx: Any) -> bool:
+            return True
+
+    def calls(codec: Any) -> Any:
+        return lambda comm: [
+            comm.compressed_allreduce(draw(comm.rank, step, (3000,)), "sum", codec) for step in range(CALLS)
+        ]
+
+    found, expected = run(calls(Mine()), ranks=2), run(calls(base()), ranks=2)
+    assert len(started) == 2 * 3  # of two calls, and of the first that repeats them
+    assert len(repeated) == 2 * 2 * (CALLS - 2)
+    for mine, others in zip(found, expected, strict=True):
+        assert all(same(a, b) for a, b in zip(mine, others, strict=True))
+
+
 def test_memory_for_long_sums_is_not_kept(repeated: list[int]) -> None:
     """It comes from the pool in each call; that of short ones stays."""
 
     def sizes(comm: gccomm.Communicator) -> list[int]:
         for step in range(CALLS):
             for size in (5000, 150_000):
-                comm.compressed_allreduce(draw(comm.rank, step, (size,)), "sum", "uniform")
+                comm.compressed_allreduce(draw(comm.rank, step, (size,)), "sum", "uniform:wire_bits=16")
         assert comm._reductions._last is not None
         reduction = comm._reductions._last[1]
         return [len(kept._words) for kept in reduction.repeats._kept.values()]

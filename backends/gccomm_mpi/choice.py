@@ -17,7 +17,7 @@ __all__ = ["LONG", "Chooser"]
 
 # Calls of each algorithm in a row, of which the first ones do not count: connections that were idle, or
 # carried another pattern, take a while to come up to speed.
-ROUNDS, WARM_UP = 4, 2
+ROUNDS, WARM_UP = 5, 2
 ALIKE = 16  # messages that are timed differ by less than one part in so many
 MISSES = 64  # of other sizes, one after the other: then these are tried
 
@@ -25,7 +25,7 @@ MISSES = 64  # of other sizes, one after the other: then these are tried
 # a time, as they do in trials; and of those in a stream, where what a ring waits for at its start and end
 # hides behind others, and it keeps all links in step: it is the fastest there, if not by itself. In longer
 # segments an algorithm costs less arithmetic and more waiting, alike in both.
-CLEARLY, STREAM_CLEARLY, LONG_CLEARLY = 0.85, 0.7, 0.92
+CLEARLY, STREAM_CLEARLY, LONG_CLEARLY = 0.85, 0.7, 0.97
 LONG = "long-"  # how the name of an algorithm in longer segments begins
 STREAM = "large sums in a stream"  # the kind of those
 

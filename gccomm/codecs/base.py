@@ -113,7 +113,9 @@ class Codec(ABC):
     def repeats(self, ctx: Context) -> bool:
         """Return whether its steps on one array follow from operand and context alone: neither state nor
         ``ctx.step`` matters, it begins with an agreement on at most a word a block, or with nothing to agree
-        on, and never yields a redo. Calls on one array of a single piece then take less time.
+        on, and never yields a redo. Calls on one array of a single piece then take less time: later ones may
+        use its steps again, of an agreement and one sum of words as well, whose functions find what was
+        agreed upon in the array that they were given.
         """
         del ctx
         return False
