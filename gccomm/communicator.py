@@ -262,7 +262,7 @@ class Communicator:
         """
         if reduction.reducer == 0:
             reduction.step = self._step
-        if out is None and error is None:
+        if out is None and error is None and self._broken is None:
             repeat = reduction.repeats.find(reduction, tree, self._place)
             if repeat is not None:
                 done = self._repeat(reduction, repeat, tree)

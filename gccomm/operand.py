@@ -137,7 +137,7 @@ class Operand(Batch):
     ) -> tuple[Operand, npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         """Return what of that does not change from call to call: all but addresses and noise."""
         made = copy(self)
-        made.table, made.lengths = self.table.copy(), lengths
+        made.table, made.lengths, made.direct = self.table.copy(), lengths, None
         made.address = kernels.address(made.table)
         made.read_from(made.table)
         rotated = [geometry.padded(MIN_PART) for geometry in self.geometries]

@@ -39,7 +39,7 @@ __all__ = ["Repeat", "Repeats"]
 KEPT = 8  # of the layouts of a reduction
 
 LONGEST_BYTES = 4 << 20  # of an array: in longer calls what is saved here does not count
-KEPT_WORDS = 65 << 10  # of memory for sums, from call to call; more comes from the pool each time
+KEPT_WORDS = 65 << 10  # of memory for sums, from call to call (8 bits of 1 MiB); more comes from the pool
 COPIED_BYTES = 16 << 10  # up to which copying floats takes less time than handing arrays on
 _STEP = 8  # place of the step in the header
 _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -73,6 +73,7 @@ class Repeat:
         write_header(call, context.rank, self._header)
         self._agree, self._end = scratch(max(MESSAGE_WORDS, HEADER_WORDS + x.blocks)), HEADER_WORDS
         self._words, self._count = scratch(0), x.message_room + 1
+        self._serves = _speaks_for_itself(type(spec.route), "steps_serve") and spec.route.steps_serve
         self._agreed: Agree | None = None  # of a codec that agrees, then sums words; it serves all calls
         self._summed: Sum | None = None  # the same
         self._lanes: LaneSum | None = None  # the same
@@ -133,6 +134,7 @@ class Repeat:
         if agree[:SLOW_WORD].tobytes() != self._header[:SLOW_WORD].tobytes():
             outcome.error = yield from verify(call, context.rank, context.size, agree)
             if outcome.error is not None:
+                self._agreed = self._summed = None  # which may hold memory until they are summed
                 return outcome
             if agree[MISSING_WORD]:
                 yield from wire.move(Maximum(np.ones(1, np.uint32)), 4)
@@ -163,7 +165,7 @@ class Repeat:
         if isinstance(step, Sum) and step.size(0, step.blocks) < len(self._words):
             yield from self._sum(step, wire)
             running.answer(None)
-            if running.step is None and isinstance(first, Agree):
+            if running.step is None and isinstance(first, Agree) and self._serves:
                 self._agreed, self._summed = first, step  # what is agreed upon is in the same memory
                 self._count = step.size(0, step.blocks) + 1
                 return
@@ -265,10 +267,11 @@ def _suits(plan: Plan, context: Context, place: Place) -> bool:
         return False
     scales = max(SCALE_WORDS, place.first_words - HEADER_WORDS)  # that go with the header
     small = x.coordinates * spec.item_bytes <= LONGEST_BYTES and x.blocks <= scales
-    return small and _speaks_for_itself(type(spec.route)) and spec.route.repeats(context)
+    own = _speaks_for_itself(type(spec.route), "repeats") and not spec.route.private
+    return small and own and spec.route.repeats(context)
 
 
-def _speaks_for_itself(codec: type) -> bool:
-    """Return whether ``repeats`` is said of the steps that the codec takes: not by a base of its class."""
-    steps, repeats = (next(c for c in codec.__mro__ if n in vars(c)) for n in ("steps", "repeats"))
-    return issubclass(repeats, steps)
+def _speaks_for_itself(codec: type, name: str) -> bool:
+    """Return whether something is said of the steps that the codec takes: not by a base of its class."""
+    steps, said = (next(c for c in codec.__mro__ if n in vars(c)) for n in ("steps", name))
+    return issubclass(said, steps)

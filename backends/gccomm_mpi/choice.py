@@ -23,8 +23,8 @@ MISSES = 64  # of other sizes, one after the other: then these are tried
 
 # What part of the first one's time in a trial another one may take, to be chosen: of messages that go one at
 # a time, as they do in trials; and of those in a stream, where what a ring waits for at its start and end
-# hides behind others, and it keeps all links in step: it is the fastest there, if not by itself. In longer
-# segments an algorithm costs less arithmetic and more waiting, alike in both.
+# hides behind others, and it keeps all links in step: it is the fastest there, if not by itself. The first
+# one itself in longer segments costs less arithmetic and more waiting, in either.
 CLEARLY, STREAM_CLEARLY, LONG_CLEARLY = 0.85, 0.7, 0.97
 LONG = "long-"  # how the name of an algorithm in longer segments begins
 STREAM = "large sums in a stream"  # the kind of those
@@ -51,8 +51,8 @@ class Chooser:
     A size class is a power of two of bytes of one kind of reduction; it is tried on messages of about as many
     bytes as its first one has, while others go by the first algorithm; where such do not come any more, on
     others. Trials go in step on all ranks, since all make the same calls; an algorithm counts by its slowest
-    rank's best time. The first one is kept to unless another is clearly faster. Sums of words do not depend
-    on what is chosen. ``GCCOMM_VERBOSE=1`` tells each choice.
+    rank's best time. The first one is kept to unless another is clearly faster; of several such, the fastest.
+    Sums of words do not depend on what is chosen. ``GCCOMM_VERBOSE=1`` tells each choice.
 
     Parameters
     ----------
@@ -104,8 +104,9 @@ class Chooser:
         if trial.calls == ROUNDS * len(trial.names):
             slowest = np.array([trial.seconds[x] for x in trial.names])
             land(_maximum(link, slowest))
-            parts = [_part(x, trial.names[0], kind) for x in trial.names]
-            trial.chosen = trial.names[int((slowest / parts).argmin())]
+            parts = np.array([_part(x, trial.names[0], kind) for x in trial.names])
+            enough = np.where(slowest <= parts * slowest[0], slowest, np.inf)
+            trial.chosen = trial.names[int(enough.argmin())]
             trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
             if kind.startswith("large") and nbytes >= LEAST_TIMED:
                 travels = 2 * (link.comm.size - 1) / link.comm.size * nbytes
@@ -128,9 +129,9 @@ def _part(name: str, first: str, kind: str) -> float:
     """Return what part of the first algorithm's time another one may take, to be chosen."""
     if name == first:
         return 1.0
-    if kind.startswith(STREAM):
-        return LONG_CLEARLY if name == LONG + first else STREAM_CLEARLY
-    return LONG_CLEARLY if name.startswith(LONG) else CLEARLY
+    if name == LONG + first:
+        return LONG_CLEARLY
+    return STREAM_CLEARLY if kind.startswith(STREAM) else CLEARLY
 
 
 def _line(key: tuple[str, int], trial: _Trial) -> str:

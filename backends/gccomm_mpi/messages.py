@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from gccomm.operations import add_pair, reduce_parts
-from gccomm_mpi.choice import STREAM
+from gccomm_mpi.choice import LONG, STREAM
 from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange, exchange_in_order
 from gccomm_mpi.halving import Add, Where, doubling, halving, halving_in_order
 from gccomm_mpi.link import Flight, Link, Moves
 from gccomm_mpi.operators import Operator
-from gccomm_mpi.ring import ring
+from gccomm_mpi.ring import SEGMENT_BYTES, ring
 from gccomm_mpi.small import SMALL_BYTES, Small
 
 if TYPE_CHECKING:
@@ -95,6 +95,9 @@ class Messages:
             names = tuple(table)
         elif not alone:
             kind, names = STREAM, _STREAMS
+        # Where segments would not be longer, it is the same algorithm.
+        if self.link.segment_bytes >= LONG_BYTES or recv.nbytes <= self.size * SEGMENT_BYTES:
+            names = tuple(name for name in names if not name.startswith(LONG))
         if self.channel.chooser.fixed in table:
             names = (self.channel.chooser.fixed,)
 

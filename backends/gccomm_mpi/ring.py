@@ -1,10 +1,10 @@
-"""An all-reduce of large arrays over links: a ring of short segments, several of them in flight.
+"""An all-reduce of large arrays over links: a ring of segments, several of them in flight.
 
 The array is cut into a share per rank. Each share goes once round the ring and is added up on the way, then
 goes round once more, complete: 2 (n - 1) / n of the array per rank, as little as can be, and every link
-carries the same both ways. Shares travel in segments below the size from which MPI libraries ask the receiver
-first; receives are posted ahead, so that a segment never waits for one, and is sent on as soon as it is
-added. All ranks get the same bits, floats included, because each share is added up in one order.
+carries the same both ways. Shares travel in segments, by default below the size from which MPI libraries ask
+the receiver first; receives are posted ahead, so that a segment never waits for one, and is sent on as soon
+as it is added. All ranks get the same bits, floats included, because each share is added up in one order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SEGMENT_BYTES", "ring"]
 
 SEGMENT_BYTES = 56 << 10  # with its header below Open MPI's 64 KiB
 AHEAD_BYTES = 24 * SEGMENT_BYTES  # of receives that are posted
-LEAST_AHEAD = 3  # of those
+LEAST_AHEAD = 3  # receives that are posted, however long they are
 
 Array = npt.NDArray[Any]
 

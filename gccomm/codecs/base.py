@@ -84,6 +84,10 @@ class Codec(ABC):
     device_words : bool
         Gives words to the operand's functions, or reads and writes them as NumPy's functions do: then they
         may be in the memory of the operand's device, and every look at them waits for that.
+    steps_serve : bool
+        Where it :meth:`repeats`, an agreement and a sum of words of one call serve later ones: all that
+        depends on the array or on agreed words is computed in the steps' own functions, from the array of
+        agreed words that was the answer; sizes are those of the layout; nothing follows the sum.
     """
 
     id: ClassVar[str]
@@ -102,6 +106,7 @@ class Codec(ABC):
     operation: str | None = None
     on_devices: bool = True
     device_words: ClassVar[bool] = False
+    steps_serve: ClassVar[bool] = False
 
     def adds(self, dtype: str, *, mean: bool) -> bool:
         """Return whether the back end adds up arrays of this dtype as they are: where a piece is one range of
@@ -113,9 +118,7 @@ class Codec(ABC):
     def repeats(self, ctx: Context) -> bool:
         """Return whether its steps on one array follow from operand and context alone: neither state nor
         ``ctx.step`` matters, it begins with an agreement on at most a word a block, or with nothing to agree
-        on, and never yields a redo. Calls on one array of a single piece then take less time: later ones may
-        use its steps again, of an agreement and one sum of words as well, whose functions find what was
-        agreed upon in the array that they were given.
+        on, and never yields a redo. Calls on one array of a single piece then take less time.
         """
         del ctx
         return False

@@ -30,6 +30,7 @@ class TwoWords(Codec):
 
     id: ClassVar[str] = "two-words"
     device_words: ClassVar[bool] = True
+    steps_serve: ClassVar[bool] = True
     lossy: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
     rounding: str = "none"

@@ -100,6 +100,7 @@ class Rotating:
 
     def maxima(self, out: Words, energy: Words | None = None) -> None:
         """Write the scale words of the rotated blocks."""
+        self._left = self.x.blocks
         if self._keep:
             source = self.x.rotate(out, energy, self.rotations)
             self._kept = None if source is self.x else source

@@ -75,6 +75,7 @@ class Rotated(SharedDither):
 
     id: ClassVar[str] = "rotated"
     device_words: ClassVar[bool] = True
+    steps_serve: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class Uniform(SharedDither):
 
     id: ClassVar[str] = "uniform"
     device_words: ClassVar[bool] = True
+    steps_serve: ClassVar[bool] = True
     sums_lanes = True
 
     def __init__(self, wire_bits: int = 8, scales: str = "agreed", widening: bool = False) -> None:

@@ -43,7 +43,8 @@ _TOOLS = {
 }
 _TRIAL = (
     "ip link add name bridge type bridge && ip link add name near type veth peer name far && "
-    "tc qdisc add dev near root tbf rate 1gbit burst 256kb latency 50ms && "
+    "tc qdisc add dev near root tbf rate 1gbit burst 256kb latency 50ms && ip link set dev far up && "
+    "ip link set dev near up && ip route add 10.77.0.0/16 dev near congctl cubic && "
     "mount -t tmpfs lab /dev/shm && hostname lab"
 )
 
@@ -71,7 +72,7 @@ def why_not() -> str | None:
     reason = (tried.stderr.strip().splitlines() or ["no message"])[-1]
     return (
         f"root may not make a network lab here ({reason}): use a machine of your own, or a container that is "
-        "privileged, whose kernel has veth, bridge and sch_tbf"
+        "privileged, whose kernel has veth, bridge, sch_tbf and tcp_cubic"
     )
 
 
