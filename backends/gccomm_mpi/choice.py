@@ -104,16 +104,26 @@ class Chooser:
         if trial.calls == ROUNDS * len(trial.names):
             slowest = np.array([trial.seconds[x] for x in trial.names])
             land(_maximum(link, slowest))
-            parts = np.array([_part(x, trial.names[0], kind) for x in trial.names])
-            enough = np.where(slowest <= parts * slowest[0], slowest, np.inf)
-            trial.chosen = trial.names[int(enough.argmin())]
-            trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
             if kind.startswith("large") and nbytes >= LEAST_TIMED:
                 travels = 2 * (link.comm.size - 1) / link.comm.size * nbytes
                 self.pace = max(self.pace, travels / float(slowest.min()))
+            parts = np.array([self._part(x, trial.names[0], kind) for x in trial.names])
+            enough = np.where(slowest <= parts * slowest[0], slowest, np.inf)
+            trial.chosen = trial.names[int(enough.argmin())]
+            trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
             if self._tells and link.comm.rank == 0:
                 with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not break the call
                     print(f"gccomm: {_line((kind, nbytes.bit_length()), trial)}", file=sys.stderr, flush=True)
+
+    def _part(self, name: str, first: str, kind: str) -> float:
+        """Return what part of the first algorithm's time another one may take, to be chosen."""
+        if name == first:
+            return 1.0
+        if self.slow and name.startswith(LONG):
+            return 0.0  # there is no arithmetic to save, and in a stream they wait for more than alone
+        if name == LONG + first:
+            return LONG_CLEARLY
+        return STREAM_CLEARLY if kind.startswith(STREAM) else CLEARLY
 
     @property
     def slow(self) -> bool:
@@ -123,15 +133,6 @@ class Chooser:
     def table(self) -> list[str]:
         """Return one line for each choice that was made."""
         return [_line(key, trial) for key, trial in self.trials.items() if trial.chosen is not None]
-
-
-def _part(name: str, first: str, kind: str) -> float:
-    """Return what part of the first algorithm's time another one may take, to be chosen."""
-    if name == first:
-        return 1.0
-    if name == LONG + first:
-        return LONG_CLEARLY
-    return STREAM_CLEARLY if kind.startswith(STREAM) else CLEARLY
 
 
 def _line(key: tuple[str, int], trial: _Trial) -> str:
