@@ -58,7 +58,8 @@ try:
 except ImportError as error:
     _message = (
         f"the compiled kernels of gccomm cannot be imported ({error}). Where this is the source folder of "
-        "gccomm and not an installed package, run elsewhere, set PYTHONSAFEPATH=1, or `pip install -e .`"
+        "gccomm and not an installed package, keep scripts in another folder and start `python` there, or "
+        "`pip install -e .`"
     )
     raise ImportError(_message) from error
 from gccomm.kernels.table import DTYPE_CODES, DTYPES, EXCHANGE, JOININGS, LANES, LEARNT, SEGMENT
