@@ -80,10 +80,13 @@ class Backend(Protocol):
     these go on where the host waits for a device, and returns whether there are any. Where its
     ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a
     `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding, and float sums
-    may be of 64 times as many numbers as elsewhere. With ``first_words`` above 0 it takes the maximum or sum
-    of up to so many words where ranks hold different numbers of them, and reduces those that all hold: first
-    messages of calls may then be that long. ``slow_links`` tells whether this rank has found that links
-    between hosts are slow beside what a piece costs otherwise; others need not have found the same.
+    may be of 64 times as many numbers as elsewhere. With ``call_bytes`` above 0 ``sum_call(job)`` makes a
+    whole call by itself, as a `gccomm.kernels.CALL` record says, of at most so many bytes of floats or of any
+    number of blocks, and returns whether all ranks have made that call, and the same seconds. With
+    ``first_words`` above 0 it takes the maximum or sum of up to so many words where ranks hold different
+    numbers of them, and reduces those that all hold: first messages of calls may then be that long.
+    ``slow_links`` tells whether this rank has found that links between hosts are slow beside what a piece
+    costs otherwise; others need not have found the same.
 
     Two attributes serve asynchronous calls, which are made by a second thread, never two at a time:
     ``background``, set to True while the program computes meanwhile, so that waits should leave it the core;

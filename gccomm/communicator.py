@@ -68,8 +68,10 @@ class Communicator:
         where = backend.rank, backend.size, backend.one_host
         first, go_on = getattr(backend, "first_words", 0), getattr(backend, "go_on", None)
         board = self._boards.of if self._boards.able else None
-        links = Links(lambda: getattr(backend, "slow_links", False))
-        self._place = Place(*where, operations, room_of(backend), lanes, hosts, first, go_on, board, links)
+        links = Links() if backend.one_host else Links(lambda: getattr(backend, "slow_links", False))
+        alone: int = getattr(backend, "call_bytes", 0)
+        room = room_of(backend)
+        self._place = Place(*where, operations, room, lanes, hosts, first, go_on, board, links, alone)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0

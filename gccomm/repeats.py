@@ -6,6 +6,7 @@ What is sent is what any other call sends, so a rank may go this way while other
 from __future__ import annotations
 
 from collections.abc import Generator
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from gccomm.agreement import (
     HEADER_WORDS,
     MESSAGE_WORDS,
     MISSING_WORD,
-    SCALE_WORDS,
     SLOW_WORD,
     Call,
     verify,
@@ -26,9 +26,11 @@ from gccomm.groups import STORAGE
 from gccomm.noise import step_key
 from gccomm.pieces import Piece, Wire, scratch
 from gccomm.plan import Plan
+from gccomm.ready import STEP_WORD, Ready, ready_of
 from gccomm.running import Running
+from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Context, FloatSum, LaneSum, Sum, Words
-from gccomm.transfers import FloatAdd, LaneAdd, Maximum, Transfer, WordAdd
+from gccomm.transfers import CallAdd, FloatAdd, Maximum, Transfer, WordAdd
 
 if TYPE_CHECKING:
     from gccomm.options import Place
@@ -41,7 +43,6 @@ KEPT = 8  # of the layouts of a reduction
 LONGEST_BYTES = 4 << 20  # of an array: in longer calls what is saved here does not count
 KEPT_WORDS = 65 << 10  # of memory for sums, from call to call (8 bits of 1 MiB); more comes from the pool
 COPIED_BYTES = 16 << 10  # up to which copying floats takes less time than handing arrays on
-_STEP = 8  # place of the step in the header
 _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
 _KEYS = ("key0", "sign0", "key1", "sign1")
 
@@ -66,7 +67,7 @@ class Repeat:
         self.call, self.spec, self.place = call, spec, place
         self._x, self._context, self._room = x, context, place.room
         self._key, self._addresses = plan.keys[0], (x.table["src"], x.table["dst"])
-        self._noise = [[x.table[name] for name in _KEYS]]
+        self._noise = [x.table[name] for name in _KEYS]
         self._dtype = np.dtype(_FLOATS[spec.dtype])
         self._nbytes = x.coordinates * self._dtype.itemsize
         self._header = np.zeros(HEADER_WORDS, np.uint32)
@@ -76,40 +77,49 @@ class Repeat:
         self._serves = _speaks_for_itself(type(spec.route), "steps_serve") and spec.route.steps_serve
         self._agreed: Agree | None = None  # of a codec that agrees, then sums words; it serves all calls
         self._summed: Sum | None = None  # the same
-        self._lanes: LaneSum | None = None  # the same
         self._floats: FloatSum | None = None  # the same
+        self._ready: Ready | None = None  # of a call that the back end makes by itself
+        self._arrays: tuple[Buffer, Buffer] | None = None  # of such a call
         self._running: Running | None = None
 
     def begin(self, array: Buffer, step: int) -> Buffer:
         """Do all of a call that is done before its first message; return where its result comes."""
-        x, call, header = self._x, self.call, self._header
         result: Buffer = kernels.pool_empty(self._nbytes).view(self._dtype)
+        self.call.step = step
+        if self._ready is None:
+            self._begin(array, result, step)
+        else:
+            self._arrays = array, result
+            self._ready.begin(array, result, step, self.call.links.found())
+        return result.reshape(self.spec.shape)
+
+    def _begin(self, array: Buffer, result: Buffer, step: int) -> None:
+        """Do that where the back end does not make the call by itself."""
+        x, header = self._x, self._header
         src, dst = self._addresses
         src[0], dst[0] = kernels.address(array), kernels.address(result)
         t0, t1 = step_key(*self._key, step)
-        for key0, sign0, key1, sign1 in self._noise:
-            key0[0] = sign0[0] = t0
-            key1[0] = sign1[0] = t1
-        call.step = step
+        key0, sign0, key1, sign1 = self._noise
+        key0[0] = sign0[0] = t0
+        key1[0] = sign1[0] = t1
         low = step & 0xFFFFFFFF
-        header[_STEP], header[_STEP + 1] = low, ~low & 0xFFFFFFFF
-        header[SLOW_WORD] = call.links.found()
+        header[STEP_WORD], header[STEP_WORD + 1] = low, ~low & 0xFFFFFFFF
+        header[SLOW_WORD] = self.call.links.found()
         self._agree[:HEADER_WORDS] = header
-        if self._lanes is None and len(self._words) == 0:
+        if len(self._words) == 0:
             self._words = scratch(self._count)
         if self._agreed is not None:
             x.keys[0] = t0, t1
             self._agreed.fill(self._agree[HEADER_WORDS : self._end])
             self._agree[self._end :] = 0
-        elif self._lanes is None and self._floats is None:
+        elif self._floats is None:
             x.keys[0] = t0, t1
-            if self._nbytes > COPIED_BYTES:
-                x.direct = self.spec.dtype, array.reshape(-1), result
-            self._start()
-        return result.reshape(self.spec.shape)
+            self._start(array, result)
 
-    def _start(self) -> None:
+    def _start(self, array: Buffer, result: Buffer) -> None:
         """Start the codec; write what it wants agreed behind the header."""
+        if self._nbytes > COPIED_BYTES:
+            self._x.direct = self.spec.dtype, array.reshape(-1), result
         running, end = Running(self._x, self._context, (None,)), HEADER_WORDS
         if isinstance(running.step, Agree):
             end += running.step.count
@@ -119,48 +129,74 @@ class Repeat:
 
     def release(self) -> None:
         """Let go of the array; the call is over."""
-        self._x.direct = self._running = None
+        self._x.direct = self._running = self._arrays = None
+        if self._ready is not None:
+            self._ready.release()
         if len(self._words) > KEPT_WORDS:
             self._words = scratch(0)
 
     def transfers(self) -> Generator[Transfer, Any, Outcome]:
         """Do what :func:`gccomm.engine.reduce` does."""
-        call, agree, x, context = self.call, self._agree, self._x, self._context
-        wire = Wire(context.rank, context.size)
-        wire.tag, outcome = tag_of(call), Outcome(stats=wire.stats)
-        first = agree[: max(MESSAGE_WORDS, self._end)]
-        yield from wire.move(Maximum(first), first.nbytes)
-        # Less time than NumPy takes to compare; what comes from there on may differ.
-        if agree[:SLOW_WORD].tobytes() != self._header[:SLOW_WORD].tobytes():
-            outcome.error = yield from verify(call, context.rank, context.size, agree)
-            if outcome.error is not None:
-                self._agreed = self._summed = None  # which may hold memory until they are summed
-                return outcome
-            if agree[MISSING_WORD]:
-                yield from wire.move(Maximum(np.ones(1, np.uint32)), 4)
-        call.links.slow = bool(agree[SLOW_WORD])
+        outcome = Outcome()
+        if self._ready is not None and (yield from self._at_once(self._ready, outcome.stats)):
+            return outcome
+        wire = Wire(self._context.rank, self._context.size)
+        wire.tag, outcome.stats = tag_of(self.call), wire.stats
+        outcome.error = yield from self._agree_on(wire)
+        if outcome.error is not None:
+            self._agreed = self._summed = None  # which may hold memory until they are summed
+            return outcome
         if self._running is not None:
-            yield from self._advance(self._running, wire, agree[HEADER_WORDS : self._end])
-        elif self._lanes is not None:
-            yield from _sum_lanes(self._lanes, wire)
+            yield from self._advance(self._running, wire, self._agree[HEADER_WORDS : self._end])
         elif self._summed is not None:
             yield from self._sum(self._summed, wire)
         else:
             yield from self._sum_floats(wire)
-        wire.stats.float32_bytes = 4 * x.coordinates
-        wire.stats.codecs[x.codec.id] = x.coordinates
+        self._count_codec(wire.stats)
         return outcome
+
+    def _count_codec(self, stats: Stats) -> None:
+        stats.float32_bytes = 4 * self._x.coordinates
+        stats.codecs[self._x.codec.id] = self._x.coordinates
+
+    def _at_once(self, ready: Ready, stats: Stats) -> Generator[Transfer, Any, bool]:
+        """Make the whole call; return False where ranks differ in what they call."""
+        began, transfer = perf_counter(), CallAdd(ready.job)
+        yield transfer
+        self.call.links.slow = bool(self._agree[SLOW_WORD])
+        stats.encode_s, stats.decode_s = transfer.seconds
+        stats.wire_s = perf_counter() - began - stats.encode_s - stats.decode_s
+        stats.wire_bytes, stats.messages = ready.nbytes, 2
+        self._count_codec(stats)
+        return transfer.same
+
+    def _agree_on(self, wire: Wire) -> Generator[Transfer, Any, BaseException | None]:
+        """Send the first message, unless the back end has done so; return what is wrong with the call."""
+        call, agree, context, end = self.call, self._agree, self._context, self._end
+        first = end if MESSAGE_WORDS < end <= self.place.first_words else MESSAGE_WORDS
+        if self._arrays is None:
+            yield from wire.move(Maximum(agree[:first]), 4 * first)
+        # Less time than NumPy takes to compare; what comes from there on may differ.
+        if agree[:SLOW_WORD].tobytes() != self._header[:SLOW_WORD].tobytes():
+            error = yield from verify(call, context.rank, context.size, agree)
+            if error is not None:
+                return error
+        if end > first:
+            yield from wire.move(Maximum(agree[first:end]), 4 * (end - first))
+        if agree[MISSING_WORD]:
+            yield from wire.move(Maximum(np.ones(1, np.uint32)), 4)
+        call.links.slow = bool(agree[SLOW_WORD])
+        if self._arrays is not None:
+            t0, t1 = step_key(*self._key, call.step)
+            self._x.keys[0] = t0, t1
+            self._start(*self._arrays)
+        return None
 
     def _advance(self, running: Running, wire: Wire, agreed: Words) -> Generator[Transfer, Any, None]:
         """Drive the codec to its end."""
         first = running.step
         if isinstance(first, Agree):
             running.answer(agreed)
-        if isinstance(running.step, LaneSum) and running.step.job["agree"][0]:
-            self._lanes = running.step  # the same in every call
-            if self._x.rotated is not None:
-                twin = self._x.rotated[0].table
-                self._noise.append([twin[name] for name in _KEYS])
         step = running.step
         if isinstance(step, Sum) and step.size(0, step.blocks) < len(self._words):
             yield from self._sum(step, wire)
@@ -172,12 +208,17 @@ class Repeat:
         piece = Piece(wire, (running,), self._words, len(self._words), self._room)
         if isinstance(step, FloatSum):
             yield from piece.sum_floats(running)
-            if step.direct is None and running.step is None:
-                self._floats = step  # of no call's arrays: the operand knows those
         if running.step is not None:
             yield from piece.advance()
         self._words = piece.words  # more, of a codec that needs more words than it said
         self._count = max(self._count, len(self._words))
+        if first is step and isinstance(step, LaneSum | FloatSum) and self._ready is None:
+            messages = self._header, self._agree
+            self._ready = ready_of(self._x, step, self._key, messages, self.place, self._context)
+            if self._ready is not None:
+                self._words = scratch(0)
+            elif isinstance(step, FloatSum) and step.direct is None:
+                self._floats = step  # of no call's arrays: the operand knows those
 
     def _sum_floats(self, wire: Wire) -> Generator[Transfer, Any, None]:
         """Send one message of floats, as the first calls did."""
@@ -204,13 +245,6 @@ class Repeat:
         wire.check(tag, int(sums[count]))
         step.decode(0, step.blocks, sums[:count])
         wire.decoded()
-
-
-def _sum_lanes(step: LaneSum, wire: Wire) -> Generator[Transfer, Any, None]:
-    step.job["tag"] = wire.next_tag()
-    transfer = LaneAdd(step.job)
-    yield from wire.move(transfer, step.nbytes)
-    wire.share(*transfer.seconds)
 
 
 class Repeats:
@@ -265,8 +299,7 @@ def _suits(plan: Plan, context: Context, place: Place) -> bool:
     x, spec = plan.operands[0], plan.specs[0]
     if spec.dtype not in _FLOATS or spec.shape != spec.row_shape or spec.device != "cpu" or spec.feedback:
         return False
-    scales = max(SCALE_WORDS, place.first_words - HEADER_WORDS)  # that go with the header
-    small = x.coordinates * spec.item_bytes <= LONGEST_BYTES and x.blocks <= scales
+    small = x.coordinates * spec.item_bytes <= LONGEST_BYTES
     own = _speaks_for_itself(type(spec.route), "repeats") and not spec.route.private
     return small and own and spec.route.repeats(context)
 

@@ -17,6 +17,7 @@ from gccomm.steps import Buffer, FloatName, Fold, Words
 __all__ = [
     "Between",
     "Broadcast",
+    "CallAdd",
     "Combine",
     "Finish",
     "FloatAdd",
@@ -105,6 +106,19 @@ class LaneAdd:
     seconds: tuple[float, float] = (0.0, 0.0)
 
 
+@dataclass(slots=True)
+class CallAdd:
+    """A whole call: agreement on its header, and the SUM behind it, for back ends that do both by themselves.
+
+    ``job`` is a :data:`gccomm.kernels.CALL` record, shape (1,). Afterwards ``same`` says whether all ranks
+    have made this call; where they have not, nothing was summed. ``seconds`` as of :class:`LaneAdd`.
+    """
+
+    job: Buffer
+    same: bool = True
+    seconds: tuple[float, float] = (0.0, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class HostSum:
     """Elementwise float SUM, in rank order, over the ranks of each host, into ``recv`` of the one at place
@@ -133,7 +147,17 @@ class Together:
 
 
 Whole: TypeAlias = (
-    Maximum | WordAdd | FloatAdd | Combine | Folding | Broadcast | LaneAdd | HostSum | Between | Together
+    Maximum
+    | WordAdd
+    | FloatAdd
+    | Combine
+    | Folding
+    | Broadcast
+    | LaneAdd
+    | CallAdd
+    | HostSum
+    | Between
+    | Together
 )
 
 
@@ -207,9 +231,20 @@ def _by_host(transfer: Between | HostSum, backend: Any) -> None:
         backend.host_sum(transfer.send, transfer.recv, transfer.dtype, transfer.speaker)
 
 
+def _by_itself(transfer: CallAdd | LaneAdd, backend: Any) -> None:
+    """Run a transfer over a back end that says that it makes it by itself."""
+    if isinstance(transfer, CallAdd):
+        transfer.same, *seconds = backend.sum_call(transfer.job)
+        transfer.seconds = seconds[0], seconds[1]
+    else:
+        transfer.seconds = backend.sum_lanes(transfer.job)
+
+
 def execute(transfer: Transfer, backend: Backend) -> Any:
     """Run one transfer over a back end until it is complete on this rank; return the handle of a start."""
     match transfer:
+        case CallAdd() | LaneAdd():
+            _by_itself(transfer, backend)
         case Start():
             return _begin(transfer.transfer, backend)
         case Between() | HostSum():
@@ -232,6 +267,4 @@ def execute(transfer: Transfer, backend: Backend) -> Any:
             backend.fold_words(transfer.step, transfer.sent, transfer.folded)  # type: ignore[attr-defined]
         case Broadcast():
             backend.broadcast(transfer.buffer, transfer.root)
-        case LaneAdd():
-            transfer.seconds = backend.sum_lanes(transfer.job)  # type: ignore[attr-defined]  # as it says
     return None

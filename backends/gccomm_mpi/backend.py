@@ -107,6 +107,22 @@ class MpiBackend(OnChannel):
             assert channel.window is not None
             return channel.window.sum_lanes("sum of lanes", job)
 
+    @property
+    def call_bytes(self) -> int:
+        """Most bytes of floats that :meth:`sum_call` sums; 0: there is none. Equal on all ranks."""
+        window = self._channel.window
+        return window.chunk_bytes if window is not None and self.size <= FEW_RANKS else 0
+
+    def sum_call(self, job: Array, /) -> tuple[bool, float, float]:
+        """Agree on the header of a call, and sum its lanes or floats, through shared memory.
+
+        `job` is a :data:`gccomm.kernels.CALL` record; returns whether all ranks make this call (if not,
+        nothing was summed), and the seconds of encoding and of decoding.
+        """
+        with self._operation("call", job) as channel:
+            assert channel.window is not None
+            return channel.window.sum_call("call", job)
+
     def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | Flight | Shared | None:
         """Begin a reduction, "maximum", "words" or a float format; None if it is complete already.
 

@@ -48,6 +48,7 @@ _POSTED, _SHARED, _FINISHED = 0, 64, 128  # places of the flags
 _TOKEN = slice(256, 272)
 _MASK = 0xFFFFFFFF
 _PROGRESS = sum(EXCHANGE[i].itemsize for i in range(list(EXCHANGE.names or ()).index("posted")))
+_DONE = 1  # what `exchange_call` returns where all ranks have made the call
 _LOOKS, _LONG = 20, 500  # at a flag in one test; where this rank has a core of its own
 
 
@@ -136,8 +137,6 @@ class Window:
         # Ranks must make the same messages: all have words in their slots, but floats may lie anywhere.
         whole = placed and (kind in _WORDS or recv.nbytes <= self.chunk_bytes)
         if not whole and self._size <= FEW_RANKS:
-            for message in list(self._open):
-                self.finish(message)
             self._in_chunks(name, send, recv, JOININGS[kind], streams)
             return
         step = (self.slot_bytes if whole else self.chunk_bytes) // recv.itemsize
@@ -154,7 +153,7 @@ class Window:
         """Post and finish chunk after chunk, without Python in between."""
         chunk = min(CHUNK_BYTES, self.slot_bytes) // recv.itemsize
         arrays = kernels.address(send), kernels.address(recv), recv.size, recv.itemsize
-        self._exchange(name, lambda at: kernels.exchange_array(at, *arrays, chunk, kind, streams))
+        self._exchange(name, kernels.exchange_array, *arrays, chunk, kind, streams)
 
     def sum_lanes(self, name: str, job: Array) -> tuple[float, float]:
         """Agree on the scales of blocks and sum their lanes, as a :data:`gccomm.kernels.LANES` record says.
@@ -164,40 +163,57 @@ class Window:
         encode_s, decode_s : float
             Seconds that were not spent waiting.
         """
-        for message in list(self._open):
-            self.finish(message)
-        where = kernels.address(job)
-
-        def go_on(at: int) -> bool:
-            try:
-                return kernels.exchange_lanes(at, where)
-            except RuntimeError as error:
-                raise BackendError(f"rank {self._rank}: {error}") from error
-
-        self._exchange(name, go_on)
+        self._exchange(name, kernels.exchange_lanes, kernels.address(job))
         encode_s, decode_s = self._seconds
         return float(encode_s[0]), float(decode_s[0])
 
-    def _exchange(self, name: str, go_on: Callable[[int], bool]) -> None:
-        """Call until all is done; each wait has a clock of its own. No message may be open."""
+    def sum_call(self, name: str, job: Array) -> tuple[bool, float, float]:
+        """Make a call, as a :data:`gccomm.kernels.CALL` record says.
+
+        Returns
+        -------
+        same : bool
+            Whether all ranks make this call; if not, nothing was summed.
+        encode_s, decode_s : float
+            Seconds that were not spent waiting.
+        """
+        answer = self._exchange(name, kernels.exchange_call, kernels.address(job))
+        encode_s, decode_s = self._seconds
+        return answer == _DONE, float(encode_s[0]), float(decode_s[0])
+
+    def _exchange(self, name: str, kernel: Callable[..., int], *arguments: Any) -> int:
+        """Call a kernel until it returns something else than 0, and return that; each wait has a clock of its
+        own.
+        """
+        for message in list(self._open):
+            self.finish(message)
         state, where = self._state, self._state_at
         self._progress.fill(0)
         self._before[0] = self._number
         self._spins[0] = _LOOKS if self._hurried() else _LONG
-        if go_on(where):  # the others were there
-            self._number = self._finished = self._number + int(self._ended[0]) & _MASK
-            return
-        done, before = False, 0
+
+        answer = before = 0
+
+        def go_on() -> int:
+            try:
+                return kernel(where, *arguments)
+            except RuntimeError as error:
+                raise BackendError(f"rank {self._rank}: {error}") from error
+
+        def come() -> int:
+            return 2 * int(self._before[0]) + int(state["posted"][0] + self._ended[0])
 
         def moves() -> bool:
-            nonlocal done
-            done = go_on(where)
-            return done or int(state["posted"][0] + state["finished"][0]) != before
+            nonlocal answer
+            answer = go_on()
+            return answer != 0 or come() != before
 
-        while not done:
-            before = int(state["posted"][0] + state["finished"][0])
+        answer = go_on()
+        while not answer:
+            before = come()
             self._until(moves, name)
-        self._number = self._finished = self._number + int(self._ended[0]) & _MASK
+        self._number = self._finished = int(self._before[0]) + int(self._ended[0]) & _MASK
+        return answer
 
     def post(self, name: str, send: Array, recv: Array, kind: str, streams: bool = False) -> Posted:
         """Begin to reduce `send`, of at most a slot, into `recv`; two messages may be on their way."""

@@ -15,6 +15,7 @@ try:
     from gccomm.kernels._native import (
         address,
         await_flags,
+        begin_call,
         choose_steps,
         chunk_energies,
         count_intervals,
@@ -24,6 +25,7 @@ try:
         exact_decode,
         exact_encode,
         exchange_array,
+        exchange_call,
         exchange_lanes,
         exponent_add,
         exponent_decode,
@@ -62,9 +64,10 @@ except ImportError as error:
         "`pip install -e .`"
     )
     raise ImportError(_message) from error
-from gccomm.kernels.table import DTYPE_CODES, DTYPES, EXCHANGE, JOININGS, LANES, LEARNT, SEGMENT
+from gccomm.kernels.table import CALL, DTYPE_CODES, DTYPES, EXCHANGE, JOININGS, LANES, LEARNT, SEGMENT
 
 __all__ = [
+    "CALL",
     "DTYPES",
     "DTYPE_CODES",
     "EXCHANGE",
@@ -74,6 +77,7 @@ __all__ = [
     "SEGMENT",
     "address",
     "await_flags",
+    "begin_call",
     "choose_steps",
     "chunk_energies",
     "count_intervals",
@@ -83,6 +87,7 @@ __all__ = [
     "exact_decode",
     "exact_encode",
     "exchange_array",
+    "exchange_call",
     "exchange_lanes",
     "exponent_add",
     "exponent_decode",

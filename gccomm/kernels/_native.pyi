@@ -468,6 +468,26 @@ def exchange_lanes(exchange: int, job: int) -> bool:
         A tag was wrong.
     """
 
+def begin_call(call: int, src: int, dst: int, step: int, slow: bool) -> None:
+    """Write what is of one call alone into the :data:`~gccomm.kernels.CALL` record at `call` and what it
+    names: addresses of the tensor and of its result, noise of a step, header, tag.
+    """
+
+def exchange_call(exchange: int, call: int) -> int:
+    """Make a call over ranks that share memory.
+
+    `exchange` and `call` are the addresses of an :data:`~gccomm.kernels.EXCHANGE` and a
+    :data:`~gccomm.kernels.CALL` record. Returns 0 if a flag was not up after its ``spins`` looks, and the
+    same call goes on; 1 if all is done; 2 if ranks differ in what they call: nothing was summed.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range.
+    RuntimeError
+        A tag was wrong.
+    """
+
 def threads() -> int:
     """Return how many threads share the blocks of `maxima`, `encode` and `decode`: GCCOMM_NUM_THREADS."""
 

@@ -36,6 +36,8 @@ constexpr int kHalf = kBlock / 2;     // of which pairs so far apart share their
 constexpr u32 kGolden = 0x9E3779B9u;  // step of the position counter
 constexpr u32 kMix1 = 0x7FEB352Du;    // multipliers of a two-round integer mixer
 constexpr u32 kMix2 = 0x846CA68Bu;
+constexpr u32 kStepSalt0 = 0x243F6A88u;  // first digits of pi
+constexpr u32 kStepSalt1 = 0x85A308D3u;
 constexpr float kMaxFixed = 2147418112.0f;  // 32767 * 65536: the largest rounded value, exact in float32
 
 GCCOMM_FN float float_of(u32 bits) {
@@ -79,6 +81,16 @@ GCCOMM_FN u32 fmix(u32 x) {
     x ^= x >> 15;
     x *= kMix2;
     return x ^ (x >> 16);
+}
+
+struct StepKey {
+    u32 t0, t1;
+};
+
+// Noise words of one step from a tensor key.
+GCCOMM_FN StepKey step_key(u32 a, u32 b, u64 step) {
+    const u32 low = static_cast<u32>(step), high = static_cast<u32>(step >> 32);
+    return {fmix(a + fmix(low ^ kStepSalt0)), fmix(b ^ fmix(low + high * kGolden + kStepSalt1))};
 }
 
 struct BlockKey {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["DTYPES", "DTYPE_CODES", "EXCHANGE", "JOININGS", "LANES", "LEARNT", "SEGMENT"]
+__all__ = ["CALL", "DTYPES", "DTYPE_CODES", "EXCHANGE", "JOININGS", "LANES", "LEARNT", "SEGMENT"]
 
 DTYPES = (
     "float32",
@@ -149,4 +149,40 @@ tag
     Of the first message, equal on all ranks.
 agree
     Whether maxima are agreed first.
+"""
+
+CALL = np.dtype(
+    [(name, "<u8") for name in ("header", "agreed", "table", "twin", "lanes", "sums", "places")]
+    + [(name, "<i8") for name in ("header_words", "words", "compared", "values", "step_at")]
+    + [(name, "<i8") for name in ("blocks", "count", "item", "chunk", "n")]
+    + [("key0", "<u4"), ("key1", "<u4"), ("tag", "<u4"), ("phase", "<i4"), ("kind", "<i4"), ("wire", "<i4")]
+    + [("mean", "u1"), ("unused", "V7")]
+)
+"""A call on one tensor whose steps are known: agreement on its header, then the sum; one record.
+
+Fields
+------
+header, header_words
+    Address of this rank's header, uint32; ``begin_call`` changes the step in it and the word on links.
+values, step_at
+    Values in the header, in pairs with their complements from its start, and the place of the step's.
+agreed, words
+    Address of the first message, uint32, which is the header, and zeros.
+compared
+    Words of the header that are equal on all ranks which make the same call; the word on links comes next.
+table, twin, blocks
+    Addresses of the tensor's segment and of another one that has the same keys, or 0; blocks.
+key0, key1
+    Key of the tensor, from :func:`gccomm.noise.tensor_key`.
+lanes
+    Address of a :data:`LANES` record, or 0: floats are summed.
+sums, places, wire
+    Address of floats of the dtype that travels, of the number of them before each block, int64, shape
+    (blocks + 1,), and the dtype's code; 0: the tensor's own travel.
+count, item, kind, chunk
+    Of the floats: their number, bytes of each, one of :data:`JOININGS`, and how many are reduced at once.
+n, mean
+    As of ``float_decode``.
+tag, phase
+    Written by ``begin_call``, and by ``exchange_call``.
 """

@@ -12,8 +12,8 @@ import gccomm
 from gccomm.repeats import Repeat
 
 CODECS = ["uniform:wire_bits=5", "rotated", "raw", "bf16"]
-LONG = (256 * 1024,), (1 << 20,)  # whose scales go with the header only where first messages may be longer
-SHAPES = [(1024,), (5,), (130, 513), (1, 180 * 1024 + 3), *LONG]
+LONG = (256 * 1024,), (1 << 20,)  # more scales than go with the header where messages have one length
+SHAPES = [(1024,), (5,), (130, 513), (1, 180 * 1024 + 3), *LONG, (1999, 513)]
 CALLS = 5
 
 
@@ -55,9 +55,43 @@ def test_bits_of_other_calls(
         assert not steps
         # The last call is repeated by rank 0 alone.
         found = calls(comm, codec, shape, {4} if comm.rank else set())
-    repeated = shape not in LONG or comm._backend.first_words > 0  # type: ignore[attr-defined]
-    assert steps == ([] if not repeated else [2, 3] if comm.rank else [2, 3, 4])
+    assert steps == ([2, 3] if comm.rank else [2, 3, 4])
     assert found == expected
+
+
+@pytest.mark.parametrize("codec", ["raw", "bf16", "fp16", "uniform", "rotated"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("size", [1024, 7000])
+def test_other_formats_and_means(
+    comm: gccomm.Communicator, codec: str, dtype: str, op: str, size: int
+) -> None:
+    """Bits of calls into a given array, which are not repeated."""
+    twin = comm.split(0)
+    assert twin is not None
+    found, expected = [], []
+    with twin:
+        for step in range(CALLS):
+            x = draw(comm.rank, step, (size,)).astype(dtype)
+            found.append(comm.compressed_allreduce(x, op, codec).tobytes())
+            expected.append(twin.compressed_allreduce(x, op, codec, out=np.empty_like(x)).tobytes())
+    assert found == expected
+
+
+@pytest.mark.parametrize("codec", ["raw", "uniform", "rotated"])
+@pytest.mark.parametrize("size", [1024, 30_000])
+def test_a_rank_without_a_value(comm: gccomm.Communicator, codec: str, size: int) -> None:
+    """Ranks that repeat the call go on in step with it, and the next calls are repeated again."""
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    reducer, other = (gccomm.Reducer(codec, comm=comm, error_feedback=False) for _ in range(2))
+    for step in range(CALLS + 2):
+        x = draw(comm.rank, step, (size,))
+        mine = None if step == CALLS and comm.rank == 1 else x
+        found = reducer(mine)
+        expected = other({"": mine})[""]
+        same = np.allclose(found, expected, atol=1e-5) if codec == "raw" else (found == expected).all()
+        assert same
 
 
 def test_a_mismatch_reaches_all_and_the_next_call_works(comm: gccomm.Communicator) -> None:

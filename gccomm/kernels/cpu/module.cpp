@@ -10,7 +10,8 @@
 #include <stdexcept>
 
 #include "bind.h"
-#include "exchange.h"
+#include "dispatch.h"
+#include "flags.h"
 #include "pool.h"
 #include "workers.h"
 
@@ -20,17 +21,6 @@ namespace gccomm {
 namespace {
 
 void require_ranks(Index n) { require(n >= 1 && n < Index{1} << 31, "n outside 1 ... 2^31 - 1"); }
-
-void check_lanes(int width, std::int32_t limit) {
-    bool known = false;
-    for (const int w : {2, 3, 4, 5, 6, 8, 10, 16, 32}) known = known || w == width;
-    require(known, "no such lane width; there are: 2, 3, 4, 5, 6, 8, 10, 16, 32");
-    require(limit >= 1 && limit <= 2147418112, "limit outside 1 ... 32767 * 65536");
-}
-
-void check_rotations(int rotations) {
-    require(rotations >= 0 && rotations <= 2, "rotations must be 0, 1 or 2");
-}
 
 bool maxima(Address table, Index segments, Index lo, Index hi, Address out, Address energy, int rotations,
             Address kept, Address places) {
@@ -75,7 +65,9 @@ void encode(Address table, Index segments, Index lo, Index hi, Address scales, A
                           pointer<std::uint32_t>(maxima),
                           subtract,
                           pointer<const std::int32_t>(grid),
-                          pointer<const float>(gains)};
+                          pointer<const float>(gains),
+                          0,
+                          nullptr};
     share_blocks(lo, hi, [&](Index from, Index to) {
         EncodeArgs mine = args;
         if (mine.check != nullptr) mine.check += 2 * (from - lo);
@@ -287,31 +279,6 @@ bool await_flags(Address table, Index count, std::uint32_t number, Index spins) 
     return flags::await(pointer<const std::uint64_t>(table), count, number, spins);
 }
 
-Exchange& exchange(Address address) {
-    Exchange& at = *pointer<Exchange>(address);
-    require(at.turns >= 2 && at.ranks >= 1 && at.rank >= 0 && at.rank < at.ranks, "no such slots or ranks");
-    return at;
-}
-
-bool exchange_array(Address state, Address send, Address recv, Index count, Index item, Index chunk, int kind,
-                    bool stream) {
-    require(count >= 0 && item >= 1 && chunk >= 1, "count, item and chunk must be positive");
-    require(kind >= 0 && kind < kJoinings, "kind outside 0 ... 5");
-    return run(exchange(state), {pointer<const char>(send), pointer<char>(recv), count, item, chunk,
-                                 static_cast<Joining>(kind), stream});
-}
-
-bool exchange_lanes(Address state, Address record) {
-    Exchange& at = exchange(state);
-    require(at.turns >= 4, "too few slots");
-    const LaneJob& job = *pointer<const LaneJob>(record);
-    check_lanes(job.width, job.limit);
-    check_rotations(job.rotations);
-    require(job.segments >= 0 && job.blocks >= 0 && job.chunk >= 1, "blocks and chunk must be positive");
-    require(job.kept_table == 0 || (job.rotations != 0 && job.agree), "only rotated blocks are kept");
-    return LaneExchange(at, job).run();
-}
-
 // A block of the pool for as long as an array of Python's refers to it.
 struct Lease {
     void* block;
@@ -435,12 +402,10 @@ NB_MODULE(_native, m) {
     m.def("predict_scales", &g::predict_scales, "scales"_a, "intervals"_a, "blocks"_a, "wide"_a,
           "predicted"_a, Released());
     m.def("digest", &g::digest, "data"_a, "nbytes"_a, "seed"_a, Released());
-    m.def("exchange_array", &g::exchange_array, "exchange"_a, "send"_a, "recv"_a, "count"_a, "item"_a,
-          "chunk"_a, "kind"_a, "stream"_a, Released());
-    m.def("exchange_lanes", &g::exchange_lanes, "exchange"_a, "job"_a, Released());
     m.def("threads", &g::threads);
     m.def("raise_flag", &g::raise_flag, "flag"_a, "number"_a);
     m.def("await_flags", &g::await_flags, "flags"_a, "count"_a, "number"_a, "spins"_a, Released());
     g::bind_headroom(m);
+    g::bind_exchange(m);
     g::choose_from_environment();
 }
