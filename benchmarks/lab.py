@@ -40,6 +40,7 @@ CODECS = (
     "raw",
     "bf16",
     "uniform:wire_bits=8",
+    "uniform:wire_bits=8,widening=true",
     "uniform:wire_bits=5",
     "rotated:wire_bits=8",
     "rehop:wire_bits=5",

@@ -26,6 +26,7 @@ CODECS = {
     "bf16": "`bf16`",
     "rotated:wire_bits=8": "`rotated`, 8 bits",
     "uniform:wire_bits=8": "`uniform`, 8 bits",
+    "uniform:wire_bits=8,widening=true": "`uniform`, 8 bits, [widening](docs/codecs/uniform.md#widening)",
     "uniform:wire_bits=5": "`uniform`, 5 bits",
     "uniform:wire_bits=4": "`uniform`, 4 bits",
     "uniform:wire_bits=4,scales=predicted": "`uniform`, 4 bits, predicted scales",
@@ -104,10 +105,8 @@ def over_links(names: dict[str, str]) -> Iterator[str]:
 
 def links() -> Iterator[str]:
     """What the README shows of them."""
-    ours = [
-        *FLOATS,
-        *(f"{codec}:wire_bits={w}" for codec, w in (("uniform", 8), ("uniform", 5), ("rotated", 8))),
-    ]
+    lanes = ("uniform:wire_bits=8", "uniform:wire_bits=8,widening=true", "uniform:wire_bits=5")
+    ours = (*FLOATS, *lanes, "rotated:wire_bits=8")
     names = {
         "MPI_Allreduce": "one `MPI_Allreduce` call, float32",
         "pieces": "best of `MPI_Allreduce` in pieces of 256 KiB to 4 MiB",

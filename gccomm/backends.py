@@ -92,7 +92,8 @@ class Backend(Protocol):
     ``background``, set to True while the program computes meanwhile, so that waits should leave it the core;
     and ``no_threads``, a text that says why no second thread may call, if none may.
     complete). Where `operations` holds "fold" it has ``fold_words(step, sent, folded)``: it encodes, folds
-    over the ranks and decodes as a :class:`gccomm.steps.Fold` says, in memory for the words before and after.
+    over the ranks and decodes as a :class:`gccomm.steps.Fold` says, in memory for the words before and after;
+    and perhaps ``begin_fold``, which begins that as ``begin`` does a reduction.
 
     One that reduces in the memory of devices has ``takes_device(device)``: whether `maximum`, `sum_words` and
     `sum_floats` also take `DeviceBuffer` objects of a device ("cuda:0"). These calls return when the work is

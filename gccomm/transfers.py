@@ -205,6 +205,8 @@ def _begin(transfer: Whole, backend: Any) -> Any:
             return backend.begin(*_named(transfer))
         case Maximum():
             return backend.begin("maximum", transfer.words, transfer.words)
+        case Folding() if hasattr(backend, "begin_fold"):
+            return backend.begin_fold(transfer.step, transfer.sent, transfer.folded)
         case Together():
             return backend.begin_many([_named(part) for part in transfer.transfers])
     return execute(transfer, backend)

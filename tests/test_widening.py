@@ -11,13 +11,21 @@ from hypothesis import strategies as st
 
 import gccomm
 from gccomm import kernels, lanes, testing
-from gccomm.codecs.widening import narrow_width
+from gccomm.codecs.shared import SharedDither
+from gccomm.codecs.widening import LEAST_KEPT, narrow_width, widening_limit
 from gccomm.kernels import reference
 from gccomm.lanes import safe_limit
 from tests.conformance import all_shapes, assert_same_bits, mixed
 from tests.word_batches import Batch, assert_same, every_level, make
 
 CODECS = ["uniform", "uniform:wire_bits=5", "rotated:headroom=safe", "rotated:headroom=clipped,wire_bits=6"]
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let full lanes give up the levels that narrow ones do not have."""
+    limit = SharedDither.limit
+    monkeypatch.setattr(SharedDither, "limit", lambda codec, size: widening_limit(limit(codec, size)))
 
 
 def both(codec: str) -> tuple[str, str]:
@@ -44,24 +52,37 @@ def test_the_bits_of_full_lanes(codec: str, n: int) -> None:
     [
         (8, 1, 8),
         (8, 2, 8),
-        (8, 4, 8),
-        (8, 8, 6),
+        (8, 3, 8),
+        (8, 4, 6),
+        (8, 5, 6),
+        (8, 8, 5),
         (8, 16, 5),
         (8, 64, 3),
         (8, 127, 2),
         (8, 128, 2),
         (5, 16, 2),
+        (10, 4, 8),
+        (16, 64, 10),
     ],
 )
 def test_the_narrowest_lane(width: int, n: int, narrow: int) -> None:
     """Of which the wire carries half, and of the wide ones half."""
-    assert narrow_width(safe_limit(width, n)) == narrow
+    assert narrow_width(widening_limit(safe_limit(width, n))) == narrow
     x = np.random.default_rng(n).standard_normal((64, 1024)).astype(np.float32)
     names = both(f"uniform:wire_bits={width}")
     full, less = (testing.simulate([x] * n, name)[1][0] for name in names)
     words = [64 * lanes.words(w, 1024) for w in (narrow, width)]
     saved = full.wire_bytes - full.measure_bytes - less.wire_bytes
     assert saved == 2 * (words[1] - words[0]) + 4  # and the tag of a sum
+
+
+def test_few_levels_are_given_up_and_only_for_narrower_lanes() -> None:
+    for width in lanes.WIDTHS[:-1]:
+        for n in (*range(1, 200), 255, 256, 257, 1 << 14, (1 << (width - 1)) - 1):
+            full = safe_limit(width, n)
+            limit = widening_limit(full)
+            assert LEAST_KEPT * full <= limit <= full
+            assert (limit == full) == (narrow_width(limit) == narrow_width(full))
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 8, 10, 16])

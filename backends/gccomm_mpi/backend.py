@@ -17,7 +17,6 @@ from gccomm_mpi.channel import Channel, Operation, cached, thread_refusal
 from gccomm_mpi.exchange import PIECE_BYTES
 from gccomm_mpi.failure import abort_job, guard
 from gccomm_mpi.hierarchy import Between, Column, Shared
-from gccomm_mpi.hops import fold
 from gccomm_mpi.link import Flight
 from gccomm_mpi.messages import pieces
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
@@ -249,8 +248,14 @@ class MpiBackend(OnChannel):
 
     def fold_words(self, step: Fold, sent: Words, folded: Words, /) -> None:
         """Encode, fold over the ranks, and decode; `sent` and `folded` are memory for the words."""
+        flight = self.begin_fold(step, sent, folded)
+        if flight is not None:
+            self.end(flight)
+
+    def begin_fold(self, step: Fold, sent: Words, folded: Words, /) -> Flight | None:
+        """Begin that; None if it is complete already. As of :meth:`begin`."""
         with self._operation("fold", (sent, folded)) as channel:
-            fold(channel, channel.messages.link, "fold", step, sent, folded)
+            return channel.messages.fold("fold", step, sent, folded)
 
     def broadcast(self, buffer: Bytes, root: int, /) -> None:
         """Overwrite `buffer` with that of rank `root`."""

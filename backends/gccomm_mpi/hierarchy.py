@@ -178,7 +178,8 @@ class Between:
         """Encode and fold over the speakers; decode on all ranks."""
         with self._channel.operation("fold", (sent, folded)):
             if self._column is not None:
-                fold(self._channel, self._column.link, "fold", step, sent, folded)
+                moves = fold(self._column.link, step, sent, folded)  # in segments that the others know
+                self._channel.land(self._channel.launch("fold", moves, (sent, folded)))
             self._hierarchy.share("fold", folded, self._place)
             if self._column is None:
                 assert self._channel.hosts is not None

@@ -14,23 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
 from gccomm.steps import Fold
-from gccomm_mpi.link import Link
+from gccomm_mpi.link import Link, Moves
 from gccomm_mpi.ring import SEGMENT_BYTES
-
-if TYPE_CHECKING:
-    from gccomm_mpi.channel import Channel
 
 __all__ = ["decode_all", "fold"]
 
 AHEAD = 4  # segments of each share that are sent before the first one is folded
-_PART_TAG, _RESULT_TAG = 4, 5
 
 Words = npt.NDArray[np.uint32]
 
@@ -44,43 +40,41 @@ class _Segment(NamedTuple):
     folded: Words
 
 
-def fold(channel: Channel, link: Link, name: str, step: Fold, sent: Words, folded: Words) -> None:
+def fold(link: Link, step: Fold, sent: Words, folded: Words, segment_bytes: int | None = None) -> Moves:
     """Encode, fold over the ranks, and decode.
 
     Parameters
     ----------
-    channel : Channel
-        Whose waits these are.
     link : Link
         Of any number of ranks.
-    name : str
-        The operation, for reports.
     step : Fold
         What to do, equal on all ranks.
     sent, folded : array of uint32
         Memory for the words of all blocks, before and after.
+    segment_bytes : int, optional
+        Most of a message (default: below the size from which libraries ask first).
 
-    Raises
+    Yields
     ------
-    CollectiveTimeout
-        A wait took longer than allowed; all requests and arrays are kept for good.
+    callable
+        A test that is to come true before the generator is resumed, as of :func:`gccomm_mpi.ring.ring`.
     """
-    run = _Fold(channel, link, name, step, sent, folded)
+    run = _Fold(link, step, sent, folded, segment_bytes or SEGMENT_BYTES)
     with link.memory(np.dtype(np.uint32), run.room_words, run) as room:
-        run.all(room)
+        yield from run.moves(room)
 
 
 def decode_all(step: Fold, size: int, folded: Words) -> None:
     """Decode what ``size`` ranks have folded among them: by their segments, which words are laid out by."""
-    for share in _shares(step, size):
+    for share in _shares(step, size, SEGMENT_BYTES):
         for lo, hi in share:
             at = step.folded(0, lo)
             step.decode(lo, hi, folded[at : at + step.folded(lo, hi)])
 
 
-def _shares(step: Fold, size: int) -> list[list[tuple[int, int]]]:
+def _shares(step: Fold, size: int, segment_bytes: int) -> list[list[tuple[int, int]]]:
     """Return the segments of each rank's share: first block, end."""
-    blocks = max(1, SEGMENT_BYTES // (4 * step.most))
+    blocks = max(1, segment_bytes // (4 * step.most))
     cuts = [step.blocks * r // size for r in range(size + 1)]
     return [[(x, min(x + blocks, hi)) for x in range(lo, hi, blocks)] for lo, hi in pairwise(cuts)]
 
@@ -88,15 +82,14 @@ def _shares(step: Fold, size: int) -> list[list[tuple[int, int]]]:
 class _Fold:
     """One reduction on its way."""
 
-    def __init__(
-        self, channel: Channel, link: Link, name: str, step: Fold, sent: Words, folded: Words
-    ) -> None:
-        self.channel, self.name, self.step = channel, name, step
+    def __init__(self, link: Link, step: Fold, sent: Words, folded: Words, segment_bytes: int) -> None:
+        self.step = step
         comm = self.comm = link.comm
+        self.part_tag, self.result_tag = link.next_tag(), link.next_tag()  # others may be on their way
         self.rank, self.size = comm.rank, comm.size
         # Each rank begins with another one, so that no link has all at once.
         self.peers = [(self.rank + hop) % self.size for hop in range(1, self.size)]
-        shares = _shares(step, self.size)
+        shares = _shares(step, self.size, segment_bytes)
         self.shares = [list(self._segments(share, sent, folded)) for share in shares]
         self.mine = self.shares[self.rank]
         self.room_words = (self.size - 1) * sum(s.sent.size for s in self.mine)
@@ -115,7 +108,7 @@ class _Fold:
             mine = sent[a : a + step.sent(first, end)], folded[b : b + step.folded(first, end)]
             yield _Segment(first, end, *mine)
 
-    def all(self, room: Words) -> None:
+    def moves(self, room: Words) -> Moves:
         """Run it; ``room`` is for the other ranks' words."""
         self._expect(room)
         rows = max(map(len, self.shares))
@@ -124,10 +117,10 @@ class _Fold:
                 self._encode(self.encoded)
                 self.encoded += 1
             else:
-                self.channel.until(self._something, self.name)
+                yield self._something
             self._go_on()
         for request in self.going:
-            self.channel.complete(request, self.name)
+            yield request.Test
 
     def _expect(self, room: Words) -> None:
         """Post all receives."""
@@ -139,10 +132,10 @@ class _Fold:
             rows.insert(self.rank, segment.sent)
             self.parts.append(rows)
             others = [(rows[peer], peer) for peer in self.peers]
-            self.coming.append([comm.Irecv((x, MPI.UINT32_T), peer, _PART_TAG) for x, peer in others])
+            self.coming.append([comm.Irecv((x, MPI.UINT32_T), peer, self.part_tag) for x, peer in others])
         for peer in self.peers:
             words = [segment.folded for segment in self.shares[peer]]
-            self.results[peer] = [comm.Irecv((x, MPI.UINT32_T), peer, _RESULT_TAG) for x in words]
+            self.results[peer] = [comm.Irecv((x, MPI.UINT32_T), peer, self.result_tag) for x in words]
 
     def _encode(self, number: int) -> None:
         """Encode a segment of every share, and send the others'."""
@@ -152,7 +145,7 @@ class _Fold:
             segment = self.shares[rank][number]
             self.step.encode(segment.lo, segment.hi, segment.sent)
             if rank != self.rank:
-                self._send(segment.sent, rank, _PART_TAG)
+                self._send(segment.sent, rank, self.part_tag)
 
     def _send(self, words: Words, rank: int, tag: int) -> None:
         self.going.append(self.comm.Isend((words, MPI.UINT32_T), rank, tag))
@@ -178,7 +171,7 @@ class _Fold:
             segment = self.mine[self.folded]
             self.step.fold(segment.lo, segment.hi, self.parts[self.folded], segment.folded)
             for peer in self.peers:
-                self._send(segment.folded, peer, _RESULT_TAG)
+                self._send(segment.folded, peer, self.result_tag)
             self.folded += 1
             self.step.decode(segment.lo, segment.hi, segment.folded)
         for peer in self.peers:

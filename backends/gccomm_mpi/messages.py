@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from gccomm.operations import add_pair, reduce_parts
+from gccomm.steps import Fold, Words
 from gccomm_mpi.choice import LONG, STREAM
 from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange, exchange_in_order
 from gccomm_mpi.halving import Add, Where, doubling, halving, halving_in_order
+from gccomm_mpi.hops import fold
 from gccomm_mpi.link import Flight, Link, Moves
 from gccomm_mpi.operators import Operator
 from gccomm_mpi.ring import SEGMENT_BYTES, ring
@@ -128,6 +130,17 @@ class Messages:
             flight = self._begin(name, f"reductions `{operation}`", piece, names, moves)
             if flight is not None:
                 self.channel.land(flight)
+
+    def fold(self, name: str, step: Fold, sent: Words, folded: Words) -> Flight | None:
+        """Begin a reduction by a codec's own arithmetic; None: it is complete, segments are on trial."""
+        names: Sequence[str] = ("fold", "long-fold")
+        if self.channel.one_host or sent.nbytes <= self.size * SEGMENT_BYTES:
+            names = names[:1]
+
+        def moves(known: str) -> Moves:
+            return fold(self.link, step, sent, folded, LONG_BYTES if known.startswith(LONG) else None)
+
+        return self._begin(name, "folds", sent, names, moves)
 
     def _begin(
         self, name: str, kind: str, recv: Array, names: Sequence[str], moves: Callable[[str], Moves]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from gccomm.lanes import FIXED_POINT, safe_limit
+from gccomm.lanes import FIXED_POINT
 from gccomm.layout import BLOCK
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def _error(threshold: float, levels: float) -> float:
 
 
 @lru_cache(maxsize=256)
-def threshold(width: int, size: int) -> float:
-    """Return the threshold of the least error for lanes of ``width`` bits on ``size`` ranks."""
-    levels = safe_limit(width, size) / FIXED_POINT
+def threshold(limit: int) -> float:
+    """Return the threshold of the least error where a rank's fixed-point values are at most ``limit``."""
+    levels = limit / FIXED_POINT
     return min((LEAST + i / 32 for i in range(160)), key=lambda t: _error(t, levels))
 
 

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from gccomm.checks import one_of
 from gccomm.codecs.base import Codec, lane_width
+from gccomm.codecs.widening import widening_limit
 from gccomm.errors import NegotiationError
 from gccomm.lanes import FIXED_POINT, lanes, safe_limit
 from gccomm.operations import FOLD
@@ -50,13 +51,13 @@ class SharedDither(Codec):
         """Refuse more ranks than the lane has fixed-point room for."""
         del item_bytes
         try:
-            safe_limit(self.wire_bits, size)
+            self.limit(size)
         except ValueError as error:
             raise NegotiationError(str(error)) from None
 
     def require_feedback(self, size: int) -> None:
         """Refuse steps that are not smaller than the block's maximum: residuals would grow for ever."""
-        levels = safe_limit(self.wire_bits, size) / FIXED_POINT
+        levels = self.limit(size) / FIXED_POINT
         least = PREDICTED_LEVELS if self.scales == "predicted" else AGREED_LEVELS
         if levels <= least:
             msg = (
@@ -66,12 +67,15 @@ class SharedDither(Codec):
             )
             raise NegotiationError(msg)
 
+    def limit(self, size: int) -> int:
+        """Return the largest fixed-point value of a rank."""
+        limit = safe_limit(self.wire_bits, size)
+        return widening_limit(limit) if self.widening else limit
+
     def weight(self, item_bytes: int) -> float:
-        """Return 1; with predicted scales 1/2: nothing is read twice, so larger pieces are better; with
-        widening 1/4: encoding, wire and decoding of a piece overlap.
-        """
+        """Return 1; with predicted scales 1/2: nothing is read twice, so larger pieces are better."""
         del item_bytes
-        return 0.25 if self.widening else 0.5 if self.scales == "predicted" else 1
+        return 0.5 if self.scales == "predicted" else 1
 
     def block_words(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return ceil(carried / lanes)."""

@@ -23,13 +23,25 @@ from gccomm.steps import Fold, Words
 if TYPE_CHECKING:
     from gccomm.operand import Operand
 
-__all__ = ["Widening", "narrow_width"]
+__all__ = ["Widening", "narrow_width", "widening_limit"]
+
+LEAST_KEPT = 15 / 16  # of a rank's levels, where giving up the others makes its lanes narrower
 
 
 def narrow_width(limit: int) -> int:
     """Return the narrowest lane for one rank's integers, whose fixed-point values are at most ``limit``."""
     most = -(-limit // FIXED_POINT)  # the dither may round up
     return next(width for width in WIDTHS if most < 1 << (width - 1))
+
+
+def widening_limit(limit: int) -> int:
+    """Return the largest fixed-point value of a rank where lanes of the sums have room for ``limit``: that,
+    or a little less where a rank's own integers then fit into narrower lanes.
+
+    The 2^m-th part of a lane of w bits is a fraction of a level more than a lane of w - m bits holds.
+    """
+    fits = [((1 << (width - 1)) - 1) * FIXED_POINT for width in WIDTHS if width < narrow_width(limit)]
+    return next((most for most in reversed(fits) if most >= LEAST_KEPT * limit), limit)
 
 
 class Widening:

@@ -9,7 +9,7 @@ from typing import Any
 import gccomm_mpi
 import numpy as np
 import pytest
-from gccomm_mpi import hops
+from gccomm_mpi import hops, messages
 
 import gccomm
 from gccomm import testing
@@ -98,6 +98,37 @@ def test_every_block_is_folded_once_in_the_order_of_the_ranks(
     monkeypatch.setattr(hops, "SEGMENT_BYTES", segment_bytes)
     for blocks in (0, 1, 2, 3, 7, 40, 121):
         assert run(backend, blocks).result == Sums(0, blocks).expected(world.size)
+
+
+@pytest.mark.parametrize("segment_bytes", [40, 1000, 512 << 10])
+def test_several_on_their_way(backend: Any, world: Any, segment_bytes: int) -> None:
+    """In segments of any length, with sums in between, and ended while others go on."""
+    channel = backend._channel
+    every, flights = [], []
+    for blocks in (50, 0, 121, 3):
+        sums = Sums(backend.rank, blocks)
+        memory = np.empty(sums.sent(0, blocks), np.uint32), np.empty(sums.folded(0, blocks), np.uint32)
+        moves = hops.fold(channel.messages.link, sums.step, *memory, segment_bytes)
+        flights.append(channel.launch("fold", moves, memory))
+        every.append(sums)
+        ones = np.ones(1000, np.uint32)
+        backend.sum_words(ones)
+        assert set(ones.tolist()) == {world.size}
+    for flight, sums in zip(flights, every, strict=True):
+        channel.land(flight)
+        assert sums.result == Sums(0, len(sums.sizes)).expected(world.size)
+
+
+def test_segments_are_tried_where_ranks_are_apart(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend.size == 1:
+        pytest.skip("nothing is sent")
+    monkeypatch.setattr(messages, "SEGMENT_BYTES", 64)  # or arrays are too small to be tried
+    monkeypatch.setattr(backend._channel, "one_host", False)
+    for _ in range(11):
+        assert run(backend, 80).result == Sums(0, 80).expected(backend.size)
+    (line,) = [line for line in backend.algorithms if line.startswith("folds")]
+    assert "(ms: fold " in line
+    assert "long-fold " in line
 
 
 def test_the_order_does_not_hang_on_who_is_late(backend: Any, world: Any) -> None:
