@@ -77,21 +77,22 @@ class Backend(Protocol):
     come before that sum), and the sum from there to elsewhere; and ``begin(kind, send, recv)`` and
     ``end(handle)``: a reduction ("words", "maximum" or a `FloatName`), begun and completed in the same order
     on all ranks, of which two are on their way at a time (handle None: it is complete); ``go_on()`` lets
-    these go on where the host waits for a device, and returns whether there are any. Where its
-    ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a
-    `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding, and float sums
-    may be of 64 times as many numbers as elsewhere. With ``call_bytes`` above 0 ``sum_call(job)`` makes a
-    whole call by itself, as a `gccomm.kernels.CALL` record says, of at most so many bytes of floats or of any
-    number of blocks, and returns whether all ranks have made that call, and the same seconds. With
-    ``first_words`` above 0 it takes the maximum or sum of up to so many words where ranks hold different
-    numbers of them, and reduces those that all hold: first messages of calls may then be that long.
+    these go on where the host waits for a device, and returns whether there are any. Where its ``sums_lanes``
+    is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a `gccomm.kernels.LANES` record
+    says, and returns the seconds of encoding and of decoding, and float sums may be of 64 times as many
+    numbers as elsewhere. With ``call_bytes`` above 0 ``sum_call(job)`` makes a whole call by itself, as a
+    `gccomm.kernels.CALL` record says, with the messages of `maximum` and of ``sum_lanes`` or `sum_floats`,
+    which are of so many bytes of floats, and returns whether all ranks have made that call, and the same
+    seconds. With ``first_words`` above 0 it takes the maximum or sum of up to so many words where ranks hold
+    different numbers of them, and reduces those that all hold: first messages of calls may then be that long.
     ``slow_links`` tells whether this rank has found that links between hosts are slow beside what a piece
     costs otherwise; others need not have found the same.
 
     Two attributes serve asynchronous calls, which are made by a second thread, never two at a time:
     ``background``, set to True while the program computes meanwhile, so that waits should leave it the core;
     and ``no_threads``, a text that says why no second thread may call, if none may.
-    complete). Where `operations` holds "fold" it has ``fold_words(step, sent, folded)``: it encodes, folds
+
+    Where `operations` holds "fold" it has ``fold_words(step, sent, folded)``: it encodes, folds
     over the ranks and decodes as a :class:`gccomm.steps.Fold` says, in memory for the words before and after;
     and perhaps ``begin_fold``, which begins that as ``begin`` does a reduction.
 

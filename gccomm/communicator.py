@@ -370,7 +370,7 @@ class Communicator:
             self._broken = f"broken: {type(error).__name__}: {error}"
             raise
         if self._boards.able:
-            self._place = replace(self._place, board=self._boards.of, first_words=0)
+            self._place = replace(self._place, board=self._boards.of, first_words=0, call_bytes=0)
 
     def submit(self, run: Callable[[], Any], text: str) -> Task:
         """Queue a call, in its :meth:`turn`; the first one starts the communication thread.

@@ -231,7 +231,7 @@ def cut(
 def tapered(pieces: Sequence[list[Range]], specs: Sequence[LeafSpec]) -> list[list[Range]]:
     """Return pieces of which the first and the last are cut in two, where there are several: what is done
     before anything is on a link, and when nothing is any more, is then half as much. Not so where codecs have
-    operations of the back end's own: nothing else is done meanwhile, and results may depend on pieces.
+    operations of the back end's own: folds begin and end by the segment, and results may depend on pieces.
     """
     if len(pieces) < 2:
         return list(pieces)

@@ -25,8 +25,8 @@ class Place:
     lanes by itself; the hosts, where these add up their ranks' floats before they compress; the most words of
     the first message of a call, where that may be of different lengths on ranks in different calls; what lets
     reductions on their way go on, and returns whether there are any; where the back end reduces in the
-    memory of devices, the board of a device by its name; what is known of the links between hosts; and the
-    most bytes of floats in a call that the back end makes by itself, 0 where it makes none.
+    memory of devices, the board of a device by its name; what is known of the links between hosts; and how
+    many bytes of floats are reduced at once in calls that the back end makes by itself, 0: it makes none.
     """
 
     rank: int

@@ -218,7 +218,7 @@ class Piece:
     def _alone(self, r: Running) -> Moves:
         """Reduce what is not fused with others' steps."""
         if isinstance(r.step, LaneSum):
-            return self._sum_lanes(r)
+            return self.sum_lanes(r)
         if isinstance(r.step, FloatSum):
             return self.sum_floats(r)
         return self._combine(r) if isinstance(r.step, OpSum) else self._fold(r)
@@ -272,7 +272,8 @@ class Piece:
         self.wire.decoded()
         r.answer(None)
 
-    def _sum_lanes(self, r: Running) -> Moves:
+    def sum_lanes(self, r: Running) -> Moves:
+        """Agree on scales and sum lanes."""
         step, wire = r.step, self.wire
         assert isinstance(step, LaneSum)
         step.job["tag"] = wire.next_tag()

@@ -123,6 +123,8 @@ def ready_of(
             return None  # what it starts from differs from call to call
         twin = 0 if x.rotated is None else x.rotated[0].address
         return Ready(x, step, key, messages, step.nbytes, {"twin": twin, "lanes": kernels.address(step.job)})
+    if not step.plain:
+        return None
     item = STORAGE[step.dtype].itemsize
     converts = bool(x.mean) or x.specs[0].dtype != step.dtype
     record = {

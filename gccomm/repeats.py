@@ -141,7 +141,7 @@ class Repeat:
         if self._ready is not None and (yield from self._at_once(self._ready, outcome.stats)):
             return outcome
         wire = Wire(self._context.rank, self._context.size)
-        wire.tag, outcome.stats = tag_of(self.call), wire.stats
+        wire.tag, wire.stats = tag_of(self.call), outcome.stats
         outcome.error = yield from self._agree_on(wire)
         if outcome.error is not None:
             self._agreed = self._summed = None  # which may hold memory until they are summed
@@ -163,11 +163,13 @@ class Repeat:
         """Make the whole call; return False where ranks differ in what they call."""
         began, transfer = perf_counter(), CallAdd(ready.job)
         yield transfer
-        self.call.links.slow = bool(self._agree[SLOW_WORD])
         stats.encode_s, stats.decode_s = transfer.seconds
         stats.wire_s = perf_counter() - began - stats.encode_s - stats.decode_s
-        stats.wire_bytes, stats.messages = ready.nbytes, 2
-        self._count_codec(stats)
+        stats.wire_bytes, stats.messages = 4 * MESSAGE_WORDS, 1
+        if transfer.same:
+            stats.wire_bytes, stats.messages = ready.nbytes, 2
+            self.call.links.slow = bool(self._agree[SLOW_WORD])
+            self._count_codec(stats)
         return transfer.same
 
     def _agree_on(self, wire: Wire) -> Generator[Transfer, Any, BaseException | None]:
@@ -206,13 +208,14 @@ class Repeat:
                 self._count = step.size(0, step.blocks) + 1
                 return
         piece = Piece(wire, (running,), self._words, len(self._words), self._room)
-        if isinstance(step, FloatSum):
-            yield from piece.sum_floats(running)
+        if isinstance(step, FloatSum | LaneSum):
+            yield from piece.sum_floats(running) if isinstance(step, FloatSum) else piece.sum_lanes(running)
+        alone = first is step and running.step is None
         if running.step is not None:
             yield from piece.advance()
         self._words = piece.words  # more, of a codec that needs more words than it said
         self._count = max(self._count, len(self._words))
-        if first is step and isinstance(step, LaneSum | FloatSum) and self._ready is None:
+        if alone and isinstance(step, FloatSum | LaneSum) and self._ready is None:
             messages = self._header, self._agree
             self._ready = ready_of(self._x, step, self._key, messages, self.place, self._context)
             if self._ready is not None:

@@ -155,6 +155,8 @@ class FloatSum:
 
     ``direct``, where not None, is a pair of arrays (input, result) that may be reduced from one into the
     other without ``encode``; ``finish`` then completes the result in place. 16-bit floats travel as uint16.
+    ``plain`` says that ``encode`` and ``decode`` do no more than convert the operand's coordinates to
+    ``dtype`` and sums back, and divide those of a mean: a back end may do that by itself.
     """
 
     dtype: FloatName
@@ -164,6 +166,7 @@ class FloatSum:
     decode: Callable[[int, int, Buffer], None]
     direct: tuple[Buffer, Buffer] | None = None
     finish: Callable[[], None] | None = None
+    plain: bool = False
 
 
 def float_sum(array: Buffer, dtype: FloatName | None = None) -> FloatSum:

@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 class Shared:
     """Slots and flags of all ranks, and a record of each that works on them."""
 
-    def __init__(self, spins: int = 1) -> None:
+    def __init__(self, number: int = 0) -> None:
         # Streams need whole lines of the cache.
         self.slots = kernels.pool_empty(TURNS * RANKS * SLOT_BYTES).reshape(TURNS, RANKS, SLOT_BYTES)
         self.flags = np.zeros((2, RANKS, FLAG_BYTES), np.uint8)
@@ -39,7 +39,9 @@ class Shared:
         for rank, record in enumerate(self.records):
             record["slots"], record["up"], record["down"] = map(kernels.address, tables)
             record["own"], record["slot_bytes"] = kernels.address(self.own[rank]), SLOT_BYTES
-            record["turns"], record["ranks"], record["rank"], record["spins"] = TURNS, RANKS, rank, spins
+            record["turns"], record["ranks"], record["rank"], record["spins"] = TURNS, RANKS, rank, 1
+            record["number"] = number
+        self.flags[..., :4].view(np.uint32)[...] = number
 
     def go_on(self) -> None:
         """Be ready for the next call."""
@@ -121,9 +123,10 @@ def test_what_is_of_one_call_alone(step: int, slow: bool) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 1024, 3000, 10_000])
-def test_floats_as_they_are(size: int) -> None:
-    """Also in several chunks, and call after call."""
-    shared = Shared()
+@pytest.mark.parametrize("number", [0, (1 << 32) - 4])
+def test_floats_as_they_are(size: int, number: int) -> None:
+    """Also in several chunks, call after call, and where the numbers of messages start again."""
+    shared = Shared(number)
     sides = [Side(rank, normal(size, seed=rank), call_of()) for rank in range(RANKS)]
     for step in range(6):
         for side in sides:

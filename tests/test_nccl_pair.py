@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from gccomm_nccl.pair import PairBackend
 
 import gccomm
 from gccomm import testing
@@ -69,6 +71,32 @@ def test_calls_on_host_and_devices_meet(beside: Beside, other: str) -> None:
 
     results = all_raise(beside, 2, program)
     assert all(isinstance(result, gccomm.MismatchError) for result in results), results
+
+
+class Other:
+    """A back end that makes whole calls by itself, and folds."""
+
+    name, call_bytes, first_words = "other", 1 << 18, 2048
+
+    def __init__(self) -> None:
+        self.ended: list[Any] = []
+
+    def begin_fold(self, step: Any, sent: Any, folded: Any) -> Any:
+        return None if folded is None else (step, sent, folded)
+
+    def end(self, handle: Any) -> None:
+        self.ended.append(handle)
+
+
+def test_whole_calls_are_not_left_to_the_other_back_end_but_folds_are() -> None:
+    names = "name", "device", "takes_device", "require_whole", "oversee", "watched", "await_event"
+    other = Other()
+    pair = PairBackend(other, SimpleNamespace(**dict.fromkeys(names, "nccl")))  # type: ignore[arg-type]
+    assert pair.call_bytes == 0
+    assert pair.first_words == 0
+    pair.end(pair.begin_fold(1, 2, 3))  # type: ignore[arg-type]
+    assert other.ended == [(1, 2, 3)]
+    assert pair.begin_fold(1, 2, None) is None  # type: ignore[arg-type]
 
 
 def test_where_nccl_cannot_join_calls_are_staged(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:

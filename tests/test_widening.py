@@ -21,7 +21,7 @@ from tests.word_batches import Batch, assert_same, every_level, make
 CODECS = ["uniform", "uniform:wire_bits=5", "rotated:headroom=safe", "rotated:headroom=clipped,wire_bits=6"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let full lanes give up the levels that narrow ones do not have."""
     limit = SharedDither.limit
@@ -34,6 +34,7 @@ def both(codec: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 17, 64])
 @pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.usefixtures("limits")
 def test_the_bits_of_full_lanes(codec: str, n: int) -> None:
     """Several tensors of several dtypes and lengths in a piece; residuals too."""
     trees = mixed(n) if n < 5 else all_shapes(n, "float32")
@@ -85,7 +86,28 @@ def test_few_levels_are_given_up_and_only_for_narrower_lanes() -> None:
             assert (limit == full) == (narrow_width(limit) == narrow_width(full))
 
 
+@pytest.mark.parametrize(("width", "n"), [(8, 2), (8, 3), (8, 16), (5, 3), (4, 5), (16, 3)])
+def test_where_no_lane_is_narrower_nothing_is_given_up(width: int, n: int) -> None:
+    xs = [np.random.default_rng(rank).standard_normal(3000).astype(np.float32) for rank in range(n)]
+    full, narrow = (testing.simulate(xs, name)[0][0] for name in both(f"uniform:wire_bits={width}"))
+    np.testing.assert_array_equal(full, narrow)
+
+
+@pytest.mark.parametrize(("width", "n"), [(8, 4), (8, 8), (10, 4)])
+def test_steps_are_a_little_wider_where_levels_are_given_up(width: int, n: int) -> None:
+    xs = [np.random.default_rng(rank).standard_normal(1 << 16).astype(np.float32) for rank in range(n)]
+    exact = np.sum(xs, axis=0, dtype=np.float64)
+    full, narrow = (
+        np.square(testing.simulate(xs, name)[0][0] - exact).sum()
+        for name in both(f"uniform:wire_bits={width}")
+    )
+    wider = (safe_limit(width, n) / widening_limit(safe_limit(width, n))) ** 2
+    assert 1 < wider < 1.14
+    assert narrow / full == pytest.approx(wider, rel=0.02)
+
+
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 8, 10, 16])
+@pytest.mark.usefixtures("limits")
 def test_no_rank_leaves_its_narrow_lane(width: int) -> None:
     """All at the maximum, of both signs, with every dither."""
     x = np.where(np.arange(4096) % 3 == 0, -1.9999999, 1.9999999).astype(np.float32)

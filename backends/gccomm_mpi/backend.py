@@ -108,7 +108,7 @@ class MpiBackend(OnChannel):
 
     @property
     def call_bytes(self) -> int:
-        """Most bytes of floats that :meth:`sum_call` sums; 0: there is none. Equal on all ranks."""
+        """Bytes of floats that :meth:`sum_call` reduces at once; 0: there is none. Equal on all ranks."""
         window = self._channel.window
         return window.chunk_bytes if window is not None and self.size <= FEW_RANKS else 0
 

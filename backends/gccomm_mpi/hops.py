@@ -3,11 +3,12 @@
 Blocks are cut into a share per rank. Each rank encodes every share, a segment at a time, and sends it to the
 rank that the share belongs to; that one folds the parts of all ranks into one and sends this to all. Either
 hop takes (n - 1) / n of the words per rank, as little as can be, and every link carries the same both ways.
-Segments stay below the size from which MPI libraries ask the receiver first, and all receives are posted
-before anything is sent. So while a segment is encoded, those before it are on their way to be folded, and the
-folded ones before these to be decoded. A rank sends but a few segments more than it has folded of its own
-share: all links keep in step, and none is idle at the end because another one got ahead. Nothing is added up
-in any other order than that of the ranks: all ranks get the same bits, whatever the number of segments.
+Segments stay below the size from which MPI libraries ask the receiver first, unless longer ones were measured
+to be faster, and all receives are posted before anything is sent. So while a segment is encoded, those before
+it are on their way to be folded, and the folded ones before these to be decoded. A rank sends but a few
+segments more than it has folded of its own share: all links keep in step, and none is idle at the end because
+another one got ahead. Nothing is added up in any other order than that of the ranks: all ranks get the same
+bits, whatever the number of segments.
 """
 
 from __future__ import annotations

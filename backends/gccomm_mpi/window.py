@@ -151,7 +151,7 @@ class Window:
 
     def _in_chunks(self, name: str, send: Array, recv: Array, kind: int, streams: bool) -> None:
         """Post and finish chunk after chunk, without Python in between."""
-        chunk = min(CHUNK_BYTES, self.slot_bytes) // recv.itemsize
+        chunk = self.chunk_bytes // recv.itemsize
         arrays = kernels.address(send), kernels.address(recv), recv.size, recv.itemsize
         self._exchange(name, kernels.exchange_array, *arrays, chunk, kind, streams)
 

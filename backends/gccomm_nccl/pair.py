@@ -10,6 +10,7 @@ import numpy as np
 from gccomm.agreement import MESSAGE_WORDS
 from gccomm.backends import Activity
 from gccomm.errors import BackendError
+from gccomm.steps import Fold
 from gccomm_nccl.backend import NcclBackend
 
 __all__ = ["PairBackend", "complete"]
@@ -30,7 +31,7 @@ class PairBackend:
         Closed with this object, before `base` is.
     """
 
-    first_words = 0
+    first_words = call_bytes = 0  # of the other one alone, ranks would not meet
 
     def __init__(self, base: Any, nccl: NcclBackend) -> None:
         self._base, self._nccl = base, nccl
@@ -102,6 +103,12 @@ class PairBackend:
         """Begin several reductions in the memory of the device as one group."""
         handle = self._nccl.begin_many(parts)
         return None if handle is None else (self._nccl, handle)
+
+    def begin_fold(self, step: Fold, sent: Any, folded: Any, /) -> tuple[Any, Any] | None:
+        """Begin a reduction by a codec's own arithmetic, on the host; None if it is complete already."""
+        begin = "begin_fold" if hasattr(self._base, "begin_fold") else "fold_words"
+        handle = getattr(self._base, begin)(step, sent, folded)
+        return None if handle is None else (self._base, handle)
 
     def end(self, handle: tuple[Any, Any], /) -> None:
         """Complete a reduction that was begun."""

@@ -64,6 +64,7 @@ class _Floats(Codec):
             lambda lo, hi, buffer: x.decode_floats(lo, hi, buffer, wire, ctx),
             direct,
             (lambda: _divide(direct[1], ctx.divisor)) if direct is not None and x.mean else None,
+            plain=True,
         )
 
 

@@ -177,6 +177,25 @@ def test_with_and_without_shared_memory(world: Any, monkeypatch: pytest.MonkeyPa
     parent.Free()
 
 
+def test_pieces_on_their_way(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pieces over messages, in a result that overwrites its input, with residuals."""
+    monkeypatch.setenv("GCCOMM_WINDOW", "0")
+    xs = [np.random.default_rng(r).standard_normal(5 << 19, dtype=np.float32) for r in range(world.size)]
+    names = "uniform:widening=true", "rotated:headroom=safe,widening=true"
+    parent = world.Dup()
+    with gccomm.init(comm=parent) as comm:
+        for name in names:
+            trees = [{"x": x} for x in xs]
+            expected = testing.simulate(trees, name, "mean", steps=2, error_feedback=True)[0][0]["x"]
+            reducer = gccomm.Reducer(name, comm=comm, error_feedback=True)
+            for _ in range(2):
+                tree = {"x": xs[world.rank].copy()}
+                found = reducer(tree, out=tree)
+            np.testing.assert_array_equal(found["x"], expected)
+            assert reducer.stats.messages > 3
+    parent.Free()
+
+
 def test_a_world_of_one() -> None:
     from mpi4py import MPI
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import gccomm
+from gccomm.codecs.floats import Raw
 from gccomm.repeats import Repeat
+from gccomm.steps import FloatSum
 
 CODECS = ["uniform:wire_bits=5", "rotated", "raw", "bf16"]
 LONG = (256 * 1024,), (1 << 20,)  # more scales than go with the header where messages have one length
@@ -92,6 +94,48 @@ def test_a_rank_without_a_value(comm: gccomm.Communicator, codec: str, size: int
         expected = other({"": mine})[""]
         same = np.allclose(found, expected, atol=1e-5) if codec == "raw" else (found == expected).all()
         assert same
+
+
+class Halves(Raw):
+    """Floats with arithmetic of the codec's own, or with two sums."""
+
+    id = "test-halves"
+
+    def __init__(self, sums: int) -> None:
+        self.sums = sums
+
+    def steps(self, x: Any, state: Any, ctx: Any) -> Any:
+        def encode(lo: int, hi: int, out: Any) -> None:
+            x.encode_floats(lo, hi, out, "float32")
+            out /= 2
+
+        def decode(lo: int, hi: int, buffer: Any) -> None:
+            x.decode_floats(lo, hi, buffer, "float32", ctx)
+
+        for _ in range(self.sums):
+            yield FloatSum("float32", x.blocks, x.words, encode, decode)
+
+    def repeats(self, ctx: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("sums", [1, 2])
+def test_floats_of_a_codec_of_somebody_else(comm: gccomm.Communicator, sums: int) -> None:
+    x = np.full(2000, 2, np.float32)
+    for _ in range(CALLS + 1):
+        assert set(comm.compressed_allreduce(x, "sum", Halves(sums)).tolist()) == {comm.size}
+
+
+def test_links_of_a_call_that_does_not_match_are_not_taken_over(comm: gccomm.Communicator) -> None:
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    for step in range(CALLS):
+        comm.compressed_allreduce(draw(comm.rank, step, (1024,)), "sum", "uniform")
+    links = comm._place.links
+    links.found = lambda: comm.rank == 1
+    with pytest.raises(gccomm.MismatchError):
+        comm.compressed_allreduce(np.ones(1024 + comm.rank % 2, np.float32), "sum", "uniform")
+    assert links.slow is False
 
 
 def test_a_mismatch_reaches_all_and_the_next_call_works(comm: gccomm.Communicator) -> None:
