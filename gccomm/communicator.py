@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from gccomm.work import Done, Parked, Task, Work, snapshot
 __all__ = ["Communicator"]
 
 T = TypeVar("T")
+_Moves: TypeAlias = Generator[Transfer, None, Outcome]
 
 _DEFAULT = "rotated"
 INT32_MAX = (1 << 31) - 1  # colors and keys are C ints in MPI
@@ -69,8 +70,7 @@ class Communicator:
         first, go_on = getattr(backend, "first_words", 0), getattr(backend, "go_on", None)
         board = self._boards.of if self._boards.able else None
         links = Links() if backend.one_host else Links(lambda: getattr(backend, "slow_links", False))
-        alone: int = getattr(backend, "call_bytes", 0)
-        room = room_of(backend)
+        room, alone = room_of(backend), getattr(backend, "call_bytes", 0)
         self._place = Place(*where, operations, room, lanes, hosts, first, go_on, board, links, alone)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
@@ -127,9 +127,10 @@ class Communicator:
         nonfinite: str = "propagate",
     ) -> Any:
         """Reduce over this communicator; see :func:`gccomm.compressed_allreduce`."""
-        with self.turn:
+        with self._exclusive:
             reduction, error = self._reductions.of(op, codec, exact_below, nonfinite)
-            return self.reduce(reduction, x, out=out, error=error)
+            done = self._reduce(reduction, x, out, error)
+        return self._deliver(done, 3)
 
     def compressed_allreduce_async(
         self,
@@ -304,8 +305,8 @@ class Communicator:
         finally:
             repeat.release()
 
-    def _deliver(self, done: Done) -> Any:
-        """Return a call's result in the thread of the caller, who is warned where he should be."""
+    def _deliver(self, done: Done, level: int = 4) -> Any:
+        """Return a call's result in the thread of the caller, who is warned so many levels up."""
         self.stats = done.stats
         if done.handover is not None:
             done.handover()
@@ -313,7 +314,7 @@ class Communicator:
         if self._boards.note is not None:
             notes, self._boards.note = [*notes, self._boards.note], None
         for note in notes:
-            warnings.warn(note, stacklevel=4)
+            warnings.warn(note, stacklevel=level)
         return done.result
 
     def attempt(
@@ -400,20 +401,14 @@ class Communicator:
         return task.outcome()
 
     def _plain(
-        self,
-        call: Call,
-        transfers: Generator[Transfer, None, Outcome] | None = None,
-        then: Callable[[], Any] | None = None,
+        self, call: Call, transfers: _Moves | None = None, then: Callable[[], Any] | None = None
     ) -> Any:
         """Run a call that is not a reduction; ``then`` is its back end's part, after the agreement."""
         with self._exclusive:
             return self._plainly(call, transfers, then)
 
     def _plainly(
-        self,
-        call: Call,
-        transfers: Generator[Transfer, None, Outcome] | None = None,
-        then: Callable[[], Any] | None = None,
+        self, call: Call, transfers: _Moves | None = None, then: Callable[[], Any] | None = None
     ) -> Any:
         """Do that in the thread whose turn it is."""
         call.communicator, call.step = self._number, self._calls
@@ -444,7 +439,7 @@ class Communicator:
                 self.turn.drain()
             yield
 
-    def _broadcast(self, call: Call, buffers: list[Any], root: int) -> Generator[Transfer, None, Outcome]:
+    def _broadcast(self, call: Call, buffers: list[Any], root: int) -> _Moves:
         outcome = yield from rendezvous(call, self.rank, self.size)
         if outcome.error is None:
             for buffer in buffers:
@@ -455,7 +450,7 @@ class Communicator:
     def _drive(
         self,
         call: Call,
-        transfers: Generator[Transfer, None, Outcome],
+        transfers: _Moves,
         finish: Callable[[Outcome], Any],
         *,
         parks: bool = False,
@@ -488,7 +483,7 @@ class Communicator:
                 return Parked(outcome.ready, lambda: self._drive(call, transfers, finish), transfers.close)
             return finish(outcome)
 
-    def _run(self, transfers: Generator[Transfer, None, Outcome], *, parks: bool) -> Outcome | Pause:
+    def _run(self, transfers: _Moves, *, parks: bool) -> Outcome | Pause:
         handle: Any = None
         while True:
             try:

@@ -137,9 +137,13 @@ class Repeat:
 
     def transfers(self) -> Generator[Transfer, Any, Outcome]:
         """Do what :func:`gccomm.engine.reduce` does."""
-        outcome = Outcome()
-        if self._ready is not None and (yield from self._at_once(self._ready, outcome.stats)):
-            return outcome
+        outcome, ready = Outcome(), self._ready
+        if ready is not None:
+            began, transfer = perf_counter(), CallAdd(ready.job)
+            yield transfer
+            self._account(outcome.stats, ready, transfer, perf_counter() - began)
+            if transfer.same:
+                return outcome
         wire = Wire(self._context.rank, self._context.size)
         wire.tag, wire.stats = tag_of(self.call), outcome.stats
         outcome.error = yield from self._agree_on(wire)
@@ -159,18 +163,15 @@ class Repeat:
         stats.float32_bytes = 4 * self._x.coordinates
         stats.codecs[self._x.codec.id] = self._x.coordinates
 
-    def _at_once(self, ready: Ready, stats: Stats) -> Generator[Transfer, Any, bool]:
-        """Make the whole call; return False where ranks differ in what they call."""
-        began, transfer = perf_counter(), CallAdd(ready.job)
-        yield transfer
+    def _account(self, stats: Stats, ready: Ready, transfer: CallAdd, seconds: float) -> None:
+        """Note what a call has taken that the back end has made."""
         stats.encode_s, stats.decode_s = transfer.seconds
-        stats.wire_s = perf_counter() - began - stats.encode_s - stats.decode_s
+        stats.wire_s = seconds - stats.encode_s - stats.decode_s
         stats.wire_bytes, stats.messages = 4 * MESSAGE_WORDS, 1
         if transfer.same:
             stats.wire_bytes, stats.messages = ready.nbytes, 2
             self.call.links.slow = bool(self._agree[SLOW_WORD])
             self._count_codec(stats)
-        return transfer.same
 
     def _agree_on(self, wire: Wire) -> Generator[Transfer, Any, BaseException | None]:
         """Send the first message, unless the back end has done so; return what is wrong with the call."""

@@ -95,8 +95,8 @@ class Window:
         self._state_at = kernels.address(self._state)
         self._progress = self._state.view(np.uint8)[_PROGRESS:]
         # Views of its fields, which take less time than fields that are looked up by their names.
-        self._before, self._spins, self._ended, *self._seconds = (
-            self._state[name] for name in ("number", "spins", "finished", "encode_s", "decode_s")
+        self._before, self._spins, self._posted, self._ended, *self._seconds = (
+            self._state[name] for name in ("number", "spins", "posted", "finished", "encode_s", "decode_s")
         )
         self._early: set[int] = set()  # messages that were finished before older ones
 
@@ -187,32 +187,35 @@ class Window:
         """
         for message in list(self._open):
             self.finish(message)
-        state, where = self._state, self._state_at
         self._progress.fill(0)
         self._before[0] = self._number
         self._spins[0] = _LOOKS if self._hurried() else _LONG
+        answer = self._go_on(kernel, arguments) or self._go_on_until(name, kernel, arguments)
+        self._number = self._finished = int(self._before[0]) + int(self._ended[0]) & _MASK
+        return answer
 
+    def _go_on(self, kernel: Callable[..., int], arguments: tuple[Any, ...]) -> int:
+        try:
+            return kernel(self._state_at, *arguments)
+        except RuntimeError as error:
+            raise BackendError(f"rank {self._rank}: {error}") from error
+
+    def _go_on_until(self, name: str, kernel: Callable[..., int], arguments: tuple[Any, ...]) -> int:
+        """Wait until that returns something else than 0."""
         answer = before = 0
 
-        def go_on() -> int:
-            try:
-                return kernel(where, *arguments)
-            except RuntimeError as error:
-                raise BackendError(f"rank {self._rank}: {error}") from error
-
         def come() -> int:
-            return 2 * int(self._before[0]) + int(state["posted"][0] + self._ended[0])
+            """Return a number that grows with what has come."""
+            return 2 * int(self._before[0]) + int(self._posted[0] + self._ended[0])
 
         def moves() -> bool:
             nonlocal answer
-            answer = go_on()
+            answer = self._go_on(kernel, arguments)
             return answer != 0 or come() != before
 
-        answer = go_on()
         while not answer:
             before = come()
             self._until(moves, name)
-        self._number = self._finished = int(self._before[0]) + int(self._ended[0]) & _MASK
         return answer
 
     def post(self, name: str, send: Array, recv: Array, kind: str, streams: bool = False) -> Posted:
