@@ -19,14 +19,12 @@ from gccomm.agreement import (
     SLOW_WORD,
     Call,
     verify,
-    write_header,
 )
-from gccomm.engine import Outcome, tag_of
+from gccomm.engine import Outcome
 from gccomm.groups import STORAGE
-from gccomm.noise import step_key
 from gccomm.pieces import Piece, Wire, scratch
 from gccomm.plan import Plan
-from gccomm.ready import STEP_WORD, Ready, ready_of
+from gccomm.ready import Ready
 from gccomm.running import Running
 from gccomm.stats import Stats
 from gccomm.steps import Agree, Buffer, Context, FloatSum, LaneSum, Sum, Words
@@ -44,7 +42,6 @@ LONGEST_BYTES = 4 << 20  # of an array: in longer calls what is saved here does 
 KEPT_WORDS = 65 << 10  # of memory for sums, from call to call (8 bits of 1 MiB); more comes from the pool
 COPIED_BYTES = 16 << 10  # up to which copying floats takes less time than handing arrays on
 _FLOATS = {"float16": np.float16, "float32": np.float32, "float64": np.float64}
-_KEYS = ("key0", "sign0", "key1", "sign1")
 
 
 class Repeat:
@@ -66,86 +63,74 @@ class Repeat:
         (spec,), (x,) = plan.specs, plan.operands
         self.call, self.spec, self.place = call, spec, place
         self._x, self._context, self._room = x, context, place.room
-        self._key, self._addresses = plan.keys[0], (x.table["src"], x.table["dst"])
-        self._noise = [x.table[name] for name in _KEYS]
+        self._keys = x.table["key0"], x.table["key1"]
         self._dtype = np.dtype(_FLOATS[spec.dtype])
         self._nbytes = x.coordinates * self._dtype.itemsize
-        self._header = np.zeros(HEADER_WORDS, np.uint32)
-        write_header(call, context.rank, self._header)
-        self._agree, self._end = scratch(max(MESSAGE_WORDS, HEADER_WORDS + x.blocks)), HEADER_WORDS
+        self._ready = Ready(call, context.rank, x, plan.keys[0])
+        self._agree, self._end = self._ready.agreed, HEADER_WORDS
         self._words, self._count = scratch(0), x.message_room + 1
         self._serves = _speaks_for_itself(type(spec.route), "steps_serve") and spec.route.steps_serve
         self._agreed: Agree | None = None  # of a codec that agrees, then sums words; it serves all calls
         self._summed: Sum | None = None  # the same
         self._floats: FloatSum | None = None  # the same
-        self._ready: Ready | None = None  # of a call that the back end makes by itself
-        self._arrays: tuple[Buffer, Buffer] | None = None  # of such a call
+        self._arrays: tuple[Buffer, Buffer] | None = None  # of a call that the back end makes by itself
         self._running: Running | None = None
 
     def begin(self, array: Buffer, step: int) -> Buffer:
         """Do all of a call that is done before its first message; return where its result comes."""
         result: Buffer = kernels.pool_empty(self._nbytes).view(self._dtype)
         self.call.step = step
-        if self._ready is None:
-            self._begin(array, result, step)
-        else:
+        self._ready.begin(array, result, step, self.call.links.found())
+        if self._ready.whole:
             self._arrays = array, result
-            self._ready.begin(array, result, step, self.call.links.found())
+        else:
+            self._begin(array, result)
         return result.reshape(self.spec.shape)
 
-    def _begin(self, array: Buffer, result: Buffer, step: int) -> None:
-        """Do that where the back end does not make the call by itself."""
-        x, header = self._x, self._header
-        src, dst = self._addresses
-        src[0], dst[0] = kernels.address(array), kernels.address(result)
-        t0, t1 = step_key(*self._key, step)
-        key0, sign0, key1, sign1 = self._noise
-        key0[0] = sign0[0] = t0
-        key1[0] = sign1[0] = t1
-        low = step & 0xFFFFFFFF
-        header[STEP_WORD], header[STEP_WORD + 1] = low, ~low & 0xFFFFFFFF
-        header[SLOW_WORD] = self.call.links.found()
-        self._agree[:HEADER_WORDS] = header
+    def _begin(self, array: Buffer, result: Buffer) -> None:
+        """Do what else there is where the back end does not make the call by itself."""
         if len(self._words) == 0:
             self._words = scratch(self._count)
         if self._agreed is not None:
-            x.keys[0] = t0, t1
+            self._share_keys()
             self._agreed.fill(self._agree[HEADER_WORDS : self._end])
-            self._agree[self._end :] = 0
         elif self._floats is None:
-            x.keys[0] = t0, t1
             self._start(array, result)
+
+    def _share_keys(self) -> None:
+        """Let codecs see the keys of the noise that the record has written for kernels."""
+        key0, key1 = self._keys
+        self._x.keys[0] = key0[0], key1[0]
 
     def _start(self, array: Buffer, result: Buffer) -> None:
         """Start the codec; write what it wants agreed behind the header."""
+        self._share_keys()
         if self._nbytes > COPIED_BYTES:
             self._x.direct = self.spec.dtype, array.reshape(-1), result
         running, end = Running(self._x, self._context, (None,)), HEADER_WORDS
         if isinstance(running.step, Agree):
             end += running.step.count
             running.step.fill(self._agree[HEADER_WORDS:end])
-        self._agree[end:] = 0
         self._running, self._end = running, end
 
     def release(self) -> None:
         """Let go of the array; the call is over."""
         self._x.direct = self._running = self._arrays = None
-        if self._ready is not None:
-            self._ready.release()
+        self._ready.release()
         if len(self._words) > KEPT_WORDS:
             self._words = scratch(0)
 
     def transfers(self) -> Generator[Transfer, Any, Outcome]:
         """Do what :func:`gccomm.engine.reduce` does."""
         outcome, ready = Outcome(), self._ready
-        if ready is not None:
+        if ready.whole:
             began, transfer = perf_counter(), CallAdd(ready.job)
             yield transfer
-            self._account(outcome.stats, ready, transfer, perf_counter() - began)
+            self._account(outcome.stats, transfer, perf_counter() - began)
             if transfer.same:
                 return outcome
         wire = Wire(self._context.rank, self._context.size)
-        wire.tag, wire.stats = tag_of(self.call), outcome.stats
+        wire.tag, wire.stats = ready.tag, outcome.stats
         outcome.error = yield from self._agree_on(wire)
         if outcome.error is not None:
             self._agreed = self._summed = None  # which may hold memory until they are summed
@@ -163,13 +148,13 @@ class Repeat:
         stats.float32_bytes = 4 * self._x.coordinates
         stats.codecs[self._x.codec.id] = self._x.coordinates
 
-    def _account(self, stats: Stats, ready: Ready, transfer: CallAdd, seconds: float) -> None:
+    def _account(self, stats: Stats, transfer: CallAdd, seconds: float) -> None:
         """Note what a call has taken that the back end has made."""
         stats.encode_s, stats.decode_s = transfer.seconds
         stats.wire_s = seconds - stats.encode_s - stats.decode_s
         stats.wire_bytes, stats.messages = 4 * MESSAGE_WORDS, 1
         if transfer.same:
-            stats.wire_bytes, stats.messages = ready.nbytes, 2
+            stats.wire_bytes, stats.messages = self._ready.nbytes, 2
             self.call.links.slow = bool(self._agree[SLOW_WORD])
             self._count_codec(stats)
 
@@ -180,7 +165,7 @@ class Repeat:
         if self._arrays is None:
             yield from wire.move(Maximum(agree[:first]), 4 * first)
         # Less time than NumPy takes to compare; what comes from there on may differ.
-        if agree[:SLOW_WORD].tobytes() != self._header[:SLOW_WORD].tobytes():
+        if agree[:SLOW_WORD].tobytes() != self._ready.header[:SLOW_WORD].tobytes():
             error = yield from verify(call, context.rank, context.size, agree)
             if error is not None:
                 return error
@@ -190,8 +175,6 @@ class Repeat:
             yield from wire.move(Maximum(np.ones(1, np.uint32)), 4)
         call.links.slow = bool(agree[SLOW_WORD])
         if self._arrays is not None:
-            t0, t1 = step_key(*self._key, call.step)
-            self._x.keys[0] = t0, t1
             self._start(*self._arrays)
         return None
 
@@ -216,10 +199,9 @@ class Repeat:
             yield from piece.advance()
         self._words = piece.words  # more, of a codec that needs more words than it said
         self._count = max(self._count, len(self._words))
-        if alone and isinstance(step, FloatSum | LaneSum) and self._ready is None:
-            messages = self._header, self._agree
-            self._ready = ready_of(self._x, step, self._key, messages, self.place, self._context)
-            if self._ready is not None:
+        if alone and isinstance(step, FloatSum | LaneSum) and not self._ready.whole:
+            self._ready.take(step, self.place, self._context)
+            if self._ready.whole:
                 self._words = scratch(0)
             elif isinstance(step, FloatSum) and step.direct is None:
                 self._floats = step  # of no call's arrays: the operand knows those

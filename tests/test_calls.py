@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from gccomm.engine import tag_of
 from gccomm.kernels import EXCHANGE, LANES
 from gccomm.layout import BLOCK
 from gccomm.noise import step_key, tensor_key
-from gccomm.pieces import Wire
+from gccomm.options import Place
 from gccomm.ready import Ready
+from gccomm.steps import Context, FloatSum
 from tests.kernel_batches import Part, lane_batch, normal
 
 RANKS, TURNS, SLOT_BYTES, FLAG_BYTES = 2, 4, 64 << 10, 64
@@ -53,19 +55,32 @@ class Shared:
         return kernels.address(self.records[rank : rank + 1])
 
 
-class Side:
-    """One rank's call on an array."""
+class Operand:
+    """What a record needs of one."""
 
-    def __init__(self, rank: int, x: Array, call: Call, **record: int) -> None:
-        self.x, self.result, self.call = x, np.zeros_like(x), call
+    mean, rotated = False, None
+
+    def __init__(self, x: Array) -> None:
         self.batch = lane_batch(8, Part(x))
-        self.header, self.agreed = np.zeros(HEADER_WORDS, np.uint32), np.full(MESSAGE_WORDS, 9, np.uint32)
-        write_header(call, rank, self.header)
-        self.places = np.minimum(np.arange(self.batch.blocks + 1) * BLOCK, x.size)
-        record = {"count": x.size, "item": x.itemsize, "kind": 2, "chunk": 1 << 10, "n": RANKS, **record}
-        record["places"], converts = kernels.address(self.places), bool(record.pop("converts", 0))
-        table, messages = Table(self.batch), (self.header, self.agreed)
-        self.ready = Ready(table, None, KEY, messages, x.nbytes, record, converts=converts)  # type: ignore[arg-type]
+        self.address, self.blocks = kernels.address(self.batch.table), self.batch.blocks
+        self.offsets = np.minimum(np.arange(self.blocks + 1) * BLOCK, x.size)
+        self.specs = (SimpleNamespace(dtype="float32"),)
+
+
+class Side:
+    """One rank's call on an array; the other fields are those of the record."""
+
+    def __init__(self, rank: int, x: Array, call: Call, *, converts: bool = False, **fields: int) -> None:
+        self.x, self.result, self.call, self.operand = x, np.zeros_like(x), call, Operand(x)
+        self.operand.mean = bool(fields.get("mean"))
+        if converts:
+            self.operand.specs[0].dtype = "any other"
+        self.ready = Ready(call, rank, self.operand, KEY)  # type: ignore[arg-type]
+        self.ready.agreed[:] = 9
+        step = FloatSum("float32", self.operand.blocks, x.size, nothing, nothing, plain=True)
+        self.ready.take(step, Place(rank, RANKS, call_bytes=4 << 10), Context(rank, RANKS, 0))
+        for name, value in fields.items():
+            self.ready.job[name] = value
 
     @property
     def job(self) -> int:
@@ -76,11 +91,8 @@ class Side:
         self.ready.begin(self.x, self.result, step, slow)
 
 
-class Table:
-    """What a record needs of an operand."""
-
-    def __init__(self, batch: Any) -> None:
-        self.address, self.blocks = kernels.address(batch.table), batch.blocks
+def nothing(*_: Any) -> None:
+    pass
 
 
 def drive(shared: Shared, sides: list[Side]) -> list[int]:
@@ -103,10 +115,10 @@ def call_of(**fields: Any) -> Call:
 @pytest.mark.parametrize("slow", [False, True])
 def test_what_is_of_one_call_alone(step: int, slow: bool) -> None:
     side, other = (Side(1, normal(3000), call_of()) for _ in range(2))
-    twin = other.batch.table
+    twin = other.operand.batch.table
     side.ready.job["twin"] = kernels.address(twin)
     side.begin(step, slow=slow)
-    table = side.batch.table
+    table = side.operand.batch.table
     assert table["src"][0] == kernels.address(side.x)
     assert table["dst"][0] == kernels.address(side.result)
     for found in (table, twin):
@@ -115,11 +127,9 @@ def test_what_is_of_one_call_alone(step: int, slow: bool) -> None:
     expected = np.zeros(MESSAGE_WORDS, np.uint32)
     write_header(side.call, 1, expected)
     expected[SLOW_WORD] = slow
-    assert (side.agreed == expected).all()
-    assert (side.header == expected[:HEADER_WORDS]).all()
-    wire = Wire(0, RANKS)
-    wire.tag = tag_of(side.call)
-    assert side.ready.job["tag"][0] == wire.next_tag()
+    assert (side.ready.agreed == expected).all()
+    assert (side.ready.header == expected[:HEADER_WORDS]).all()
+    assert side.ready.tag == tag_of(side.call)
 
 
 @pytest.mark.parametrize("size", [1, 5, 1024, 3000, 10_000])
@@ -143,8 +153,8 @@ def test_floats_as_they_are(size: int, number: int) -> None:
 @pytest.mark.parametrize("chunk", [1000, 1024, 5000, 16_384])
 def test_floats_that_are_converted(mean: bool, size: int, chunk: int) -> None:
     """Also in chunks that end within blocks, and that memory between calls is too large for."""
-    more = {"converts": 1, "mean": mean, "chunk": chunk}
-    sides = [Side(rank, normal(size, seed=rank), call_of(), **more) for rank in range(RANKS)]
+    more = {"mean": mean, "chunk": chunk}
+    sides = [Side(r, normal(size, seed=r), call_of(), converts=True, **more) for r in range(RANKS)]
     shared = Shared()
     for step in range(2):
         for side in sides:
@@ -158,6 +168,18 @@ def test_floats_that_are_converted(mean: bool, size: int, chunk: int) -> None:
         shared.go_on()
 
 
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [({}, True), ({"plain": False}, False), ({"call_bytes": 0}, False)],
+)
+def test_what_the_back_end_makes_by_itself(changes: dict[str, Any], whole: bool) -> None:
+    x = normal(3000)
+    ready = Ready(call_of(), 0, Operand(x), KEY)  # type: ignore[arg-type]
+    step = FloatSum("float32", 3, x.size, nothing, nothing, plain=changes.get("plain", True))
+    ready.take(step, Place(0, RANKS, call_bytes=changes.get("call_bytes", 4096)), Context(0, RANKS, 0))
+    assert ready.whole is whole
+
+
 @pytest.mark.parametrize("fields", [{"step": 8}, {"missing": True}, {"error": ValueError("bad")}])
 def test_ranks_that_differ_sum_nothing(fields: dict[str, Any]) -> None:
     """The other rank's message is that of any call."""
@@ -168,7 +190,7 @@ def test_ranks_that_differ_sum_nothing(fields: dict[str, Any]) -> None:
     assert kernels.exchange_call(shared.at(0), side.job) == WAITS
     assert kernels.exchange_array(shared.at(1), *arrays, 1, False)
     assert kernels.exchange_call(shared.at(0), side.job) == DIFFERS
-    assert (side.agreed == message).all()
+    assert (side.ready.agreed == message).all()
     assert not side.result.any()
 
 

@@ -184,5 +184,5 @@ count, item, kind, chunk
 n, mean
     As of ``float_decode``.
 tag, phase
-    Written by ``begin_call``, and by ``exchange_call``.
+    Written by ``begin_call``: what tags of sums are made of; and by ``exchange_call``.
 """

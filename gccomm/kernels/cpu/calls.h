@@ -44,7 +44,6 @@ inline void begin(CallJob& job, std::uint64_t src, std::uint64_t dst, std::uint6
     std::fill(agreed + job.header_words, agreed + job.words, 0u);
     job.tag = 0;
     for (std::int64_t i = 0; i < job.values; i++) job.tag = job.tag * 0x01000193u ^ header[2 * i];
-    job.tag = job.tag * 0x9E3779B1u + 0x7F4A7C15u;
     job.phase = 0;
 }
 
@@ -141,7 +140,7 @@ inline void next_exchange(Exchange& at) {
 inline bool sum(Exchange& at, const CallJob& job) {
     if (job.lanes != 0) {
         auto& lanes = *reinterpret_cast<LaneJob*>(job.lanes);
-        lanes.tag = job.tag;
+        lanes.tag = job.tag * 0x9E3779B1u + 0x7F4A7C15u;  // that of the first sum
         return LaneExchange(at, lanes).run();
     }
     if (job.sums != 0) return FloatExchange(at, job).run();
