@@ -252,8 +252,10 @@ class Repeats:
             return None
         if timeline.active() or reduction.measures() or found.call.state != reduction.state():
             return None
-        if reduction.remember and reduction.known[""].leaf.shape != found.spec.shape:
-            return None  # the key has had another layout meanwhile
+        if reduction.remember:
+            leaf, spec = reduction.known[""].leaf, found.spec
+            if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
+                return None  # the key has had another layout meanwhile
         return found
 
     def keep(self, attempt: Attempt, tree: Any) -> None:

@@ -96,6 +96,19 @@ def test_a_rank_without_a_value(comm: gccomm.Communicator, codec: str, size: int
         assert same
 
 
+def test_none_after_another_dtype(comm: gccomm.Communicator) -> None:
+    """The layout of the key is that of the last call, repeated or not."""
+    reducer, x = gccomm.Reducer("uniform", comm=comm), np.ones(4096, np.float32)
+    for _ in range(CALLS):
+        reducer(x)
+    reducer(x.astype(np.float64))
+    reducer(x)
+    assert reducer.state_dict()["layouts"][""][0] == "float32"
+    found = reducer(None if comm.rank else x)
+    assert found.dtype == np.float32
+    assert np.allclose(found, 1 / comm.size, rtol=0.02)
+
+
 class Halves(Raw):
     """Floats with arithmetic of the codec's own, or with two sums."""
 
