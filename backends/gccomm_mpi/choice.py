@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
 __all__ = ["LONG", "Chooser"]
@@ -107,13 +108,20 @@ class Chooser:
             if kind.startswith("large") and nbytes >= LEAST_TIMED:
                 travels = 2 * (link.comm.size - 1) / link.comm.size * nbytes
                 self.pace = max(self.pace, travels / float(slowest.min()))
-            parts = np.array([self._part(x, trial.names[0], kind) for x in trial.names])
-            enough = np.where(slowest <= parts * slowest[0], slowest, np.inf)
-            trial.chosen = trial.names[int(enough.argmin())]
+            trial.chosen = self._fastest(trial.names, slowest, kind)
             trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
             if self._tells and link.comm.rank == 0:
                 with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not break the call
                     print(f"gccomm: {_line((kind, nbytes.bit_length()), trial)}", file=sys.stderr, flush=True)
+
+    def _fastest(self, names: Sequence[str], seconds: npt.NDArray[np.float64], kind: str) -> str:
+        """Return the first algorithm, or the fastest of those that are clearly faster."""
+        parts = np.array([self._part(x, names[0], kind) for x in names])
+        enough = seconds <= parts * seconds[0]
+        own = np.array([x in (names[0], LONG + names[0]) for x in names])
+        if kind.startswith(STREAM):  # in longer segments it is as much better off there
+            enough &= own | (seconds <= parts * seconds[own & enough].min())
+        return names[int(np.where(enough, seconds, np.inf).argmin())]
 
     def _part(self, name: str, first: str, kind: str) -> float:
         """Return what part of the first algorithm's time another one may take, to be chosen."""

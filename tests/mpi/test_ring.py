@@ -234,6 +234,22 @@ def test_of_those_that_are_clearly_faster_the_fastest_is_taken(
     assert clock.settle(chooser, "large sums", 1 << 20, channel.messages.link) == expected
 
 
+@pytest.mark.parametrize(("mpi", "long_ring", "expected"), [
+    (0.60, 0.99, "mpi"),
+    (0.60, 0.61, "long-ring"),
+    (0.60, 0.90, "mpi"),
+    (0.69, 1.20, "mpi"),
+    (0.71, 1.20, "ring"),
+])  # fmt: skip
+def test_in_a_stream_others_have_to_beat_the_ring_of_long_segments_as_clearly(
+    channel: Any, monkeypatch: pytest.MonkeyPatch, mpi: float, long_ring: float, expected: str
+) -> None:
+    ms = 1e-3  # a fast link
+    clock, chooser = Clock({"ring": ms, "long-ring": long_ring * ms, "mpi": mpi * ms}), Chooser()
+    monkeypatch.setattr(choice, "perf_counter", lambda: clock.now)
+    assert clock.settle(chooser, STREAM, 1 << 20, channel.messages.link) == expected
+
+
 @pytest.mark.parametrize(("link_bytes", "shares", "longer"), [
     (SEGMENT_BYTES, 57 << 10, True),
     (SEGMENT_BYTES, 55 << 10, False),
