@@ -1,4 +1,4 @@
-"""Small arrays over links: whole ones are swapped, in log2(n) rounds.
+"""Small arrays over links: whole ones are swapped, in log2(n) rounds, among three ranks in one.
 
 Latency is what these cost, so that nothing is chosen, cut or begun early here. Ranks need not even hold
 equally much: receives are as large as any array may be. So the first message of a call may carry, behind the
@@ -44,6 +44,9 @@ class Small:
         bits = [1 << k for k in range(self._folding.rounds)]
         self._rounds = [(self._folding.rank_of(place ^ bit), place & bit == 0) for bit in bits]
         self._room = np.empty(SMALL_BYTES, np.uint8)
+        rank, size = link.comm.rank, link.comm.size
+        peers = [(rank + hop) % size for hop in range(1, size)] if size == 3 else []
+        self._rooms = {peer: np.empty(SMALL_BYTES, np.uint8) for peer in peers}
 
     def reduce(self, name: str, data: Array, operator: Operator) -> None:
         """Reduce `data`, shape (n,), over the ranks in place.
@@ -51,9 +54,9 @@ class Small:
         Where ranks hold arrays of different lengths, the elements that all of them hold are reduced.
         """
         try:
-            self._reduce(name, data, operator)
+            (self._exchange if self._rooms else self._reduce)(name, data, operator)
         except BaseException:
-            abandon((self._room, data))
+            abandon((self._room, self._rooms, data))
             raise
 
     def _reduce(self, name: str, data: Array, operator: Operator) -> None:
@@ -81,6 +84,20 @@ class Small:
                 data[...] = theirs
         if folding.takes:
             self._send(name, data, datatype, tag)
+
+    def _exchange(self, name: str, data: Array, operator: Operator) -> None:
+        """Send all other ranks the whole array, and reduce all in the order of the ranks."""
+        comm, tag, datatype = self._link.comm, self._link.next_tag(), operator.datatype
+        parts = {peer: room.view(data.dtype) for peer, room in self._rooms.items()}
+        requests = [comm.Irecv((part, datatype), peer, tag) for peer, part in parts.items()]
+        requests += [comm.Isend((data, datatype), peer, tag) for peer in parts]
+        for request in requests:
+            self._channel.complete(request, name)
+        first, *others = (parts.get(rank, data)[: data.size] for rank in range(comm.size))
+        for other in others:
+            operator.combine(first, other, first)
+        if comm.rank != 0:
+            data[...] = first
 
     def _send(self, name: str, data: Array, datatype: Any, tag: int) -> None:
         request = self._link.comm.Isend((data, datatype), self._folding.mate, tag)

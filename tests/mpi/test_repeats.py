@@ -98,7 +98,7 @@ def test_a_rank_without_a_value(comm: gccomm.Communicator, codec: str, size: int
 
 def test_none_after_another_dtype(comm: gccomm.Communicator) -> None:
     """The layout of the key is that of the last call, repeated or not."""
-    reducer, x = gccomm.Reducer("uniform", comm=comm), np.ones(4096, np.float32)
+    reducer, x = gccomm.Reducer("uniform:wire_bits=16", comm=comm), np.ones(4096, np.float32)
     for _ in range(CALLS):
         reducer(x)
     reducer(x.astype(np.float64))
