@@ -80,13 +80,23 @@ class Flight:
         self.name, self.buffers = name, buffers
         self._moves = moves
         self._test: Test | None = None
-        self.landed = False
+        self._going = self.landed = False
 
     def go_on(self) -> bool:
-        """Go as far as is possible without waiting; return whether it is complete."""
-        while not self.landed:
-            if self._test is not None and not self._test():
-                return False
-            self._test = next(self._moves, None)
-            self.landed = self._test is None
+        """Go as far as is possible without waiting; return whether it is complete.
+
+        What it does on its way, such as a codec's encoding, may wait and let reductions go on, this one too:
+        then it is left as it is.
+        """
+        if self._going:
+            return False
+        self._going = True
+        try:
+            while not self.landed:
+                if self._test is not None and not self._test():
+                    return False
+                self._test = next(self._moves, None)
+                self.landed = self._test is None
+        finally:
+            self._going = False
         return True

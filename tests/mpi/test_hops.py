@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import gccomm_mpi
@@ -117,6 +118,26 @@ def test_several_on_their_way(backend: Any, world: Any, segment_bytes: int) -> N
     for flight, sums in zip(flights, every, strict=True):
         channel.land(flight)
         assert sums.result == Sums(0, len(sums.sizes)).expected(world.size)
+
+
+def test_a_codec_that_waits_lets_others_go_on(backend: Any, world: Any) -> None:
+    """As one does that waits for a device while it encodes."""
+    every, memories, flights = [], [], []
+    for _ in range(3):
+        sums = Sums(backend.rank, 50)
+        encode, decode = sums.step.encode, sums.step.decode
+        sums.step = replace(
+            sums.step,
+            encode=lambda *a, encode=encode: (backend.go_on(), encode(*a), backend.go_on()),
+            decode=lambda *a, decode=decode: (backend.go_on(), decode(*a), backend.go_on()),
+        )
+        memory = np.empty(sums.sent(0, 50), np.uint32), np.empty(sums.folded(0, 50), np.uint32)
+        flights.append(backend.begin_fold(sums.step, *memory))
+        every.append(sums)
+        memories.append(memory)
+    for flight, sums in zip(flights, every, strict=True):
+        backend.end(flight)
+        assert sums.result == Sums(0, 50).expected(world.size)
 
 
 def test_segments_are_tried_where_ranks_are_apart(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
