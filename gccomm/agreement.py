@@ -2,7 +2,8 @@
 they do not.
 
 Every collective entry point starts with one MAX all-reduce of :data:`MESSAGE_WORDS` uint32 words, a header
-and the first scales; of more only where a back end lets ranks hold different numbers of them. Header fields
+and the first scales; of others only where a back end lets ranks hold different numbers of them, perhaps a
+whole array behind the header. (Or with a SUM, where nothing is to be agreed on: below.) Header fields
 travel as pairs (v, ~v): max(v) = v and max(~v) = ~v hold together only if all ranks sent the same v, in
 signed and unsigned order alike. Ranks in different calls therefore complete the same message and all see the
 mismatch; a rank whose own arguments are bad takes part with the error flag set. Only then a second exchange
@@ -33,6 +34,7 @@ __all__ = [
     "Links",
     "digest",
     "exchange_texts",
+    "tag_of",
     "verify",
     "verify_summed",
     "write_header",
@@ -65,6 +67,9 @@ FLOWING = 0x5EEDF10D  # which words of a rank in another call, that may come to 
 SLOT_BYTES = 3 * 1024  # text of one rank in the second exchange; three bytes a word keep words below 2^31
 SUM_WORDS = 8  # of a summed header
 SUMMED_SLOW = 4  # in it: how many ranks have found links to be slow
+# Where the other kind of header has the number of a reducer, which no multiple of this comes near to for
+# some thousand ranks: a MAX of both kinds never looks as if all ranks made one call.
+SUMMED_MARK, MARK = 2 * FIELDS.index("reducer"), 0x9E3779B9
 TEXT_LIMIT = 600  # bytes of a text in a slot, escapes included
 
 
@@ -145,6 +150,14 @@ class Call:
         return f"{self.opcode}{where}, step {self.step}"
 
 
+def tag_of(call: Call) -> int:
+    """Return what the tags of a call's messages are made of: the same on all ranks."""
+    tag = 0
+    for value in call.values():
+        tag = (tag * 0x01000193 ^ value) & 0xFFFFFFFF
+    return tag
+
+
 def write_header(call: Call, rank: int, message: Words) -> None:
     """Write the header of ``call`` into ``message[:HEADER_WORDS]``."""
     values = np.array(call.values(), dtype=np.uint32)
@@ -192,6 +205,7 @@ def write_summed(call: Call, message: Words) -> None:
     message[2] = call.error is not None
     message[3] = call.missing
     message[SUMMED_SLOW] = call.links.found()
+    message[SUMMED_MARK] = MARK
 
 
 def verify_summed(
@@ -199,8 +213,9 @@ def verify_summed(
 ) -> Generator[Transfer, None, BaseException | None]:
     """Check a summed header, as :func:`verify` does the other kind.
 
-    Each hash must be n times this rank's own. A rank in another call sends its own 1 KiB, under MAX or SUM,
-    and neither side's check can then hold, on any rank: both hashes would have to cancel by chance.
+    Each hash must be n times this rank's own. A rank in another call sends its own first message, under MAX
+    or SUM, and neither side's check can then hold, on any rank: both hashes would have to cancel by chance,
+    and the MAX of a mark and the number of a reducer is no such number.
     """
     expected = [value * size & 0xFFFFFFFF for value in call.hashes()]
     if message[:2].tolist() == expected and message[2] == 0:

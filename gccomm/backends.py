@@ -83,8 +83,10 @@ class Backend(Protocol):
     numbers as elsewhere. With ``call_bytes`` above 0 ``sum_call(job)`` makes a whole call by itself, as a
     `gccomm.kernels.CALL` record says, with the messages of `maximum` and of ``sum_lanes`` or `sum_floats`,
     which are of so many bytes of floats, and returns whether all ranks have made that call, and the same
-    seconds. With ``first_words`` above 0 it takes the maximum or sum of up to so many words where ranks hold
-    different numbers of them, and reduces those that all hold: first messages of calls may then be that long.
+    seconds; with ``swap_bytes`` above 0 it does so of one tensor of at most so many bytes, in the first
+    message of the call, and takes ``sum_lanes`` of such. With ``first_words`` above 0 it takes the maximum or
+    sum of up to so many words where ranks hold different numbers of them, and reduces those that all hold:
+    first messages of calls may then be that long.
     ``slow_links`` tells whether this rank has found that links between hosts are slow beside what a piece
     costs otherwise; others need not have found the same.
 

@@ -70,8 +70,8 @@ class Communicator:
         first, go_on = getattr(backend, "first_words", 0), getattr(backend, "go_on", None)
         board = self._boards.of if self._boards.able else None
         links = Links() if backend.one_host else Links(lambda: getattr(backend, "slow_links", False))
-        room, alone = room_of(backend), getattr(backend, "call_bytes", 0)
-        self._place = Place(*where, operations, room, lanes, hosts, first, go_on, board, links, alone)
+        room, whole = room_of(backend), [getattr(backend, name, 0) for name in ("call_bytes", "swap_bytes")]
+        self._place = Place(*where, operations, room, lanes, hosts, first, go_on, board, links, *whole)
         self._step = 0  # reductions by the functions: keys their noise
         self._calls = 0  # barriers, broadcasts, splits
         self._reducers = 0
@@ -371,7 +371,8 @@ class Communicator:
             self._broken = f"broken: {type(error).__name__}: {error}"
             raise
         if self._boards.able:
-            self._place = replace(self._place, board=self._boards.of, first_words=0, call_bytes=0)
+            board = self._boards.of
+            self._place = replace(self._place, board=board, first_words=0, call_bytes=0, swap_bytes=0)
 
     def submit(self, run: Callable[[], Any], text: str) -> Task:
         """Queue a call, in its :meth:`turn`; the first one starts the communication thread.

@@ -6,7 +6,8 @@ leaves the communicator usable; an exception that escapes the generator after th
 caller must treat the communicator as broken.
 
 The first message of a call is the agreement: a header with the first scales under MAX or, where no codec of
-the first piece has anything to agree on, a summed header with the first words of the first SUM.
+the first piece has anything to agree on, a summed header with the first words of the first SUM. Between few
+hosts it may be a header with a whole small array behind it (:mod:`gccomm.ready`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gccomm.agreement import (
     SCALE_WORDS,
     SUM_WORDS,
     Call,
+    tag_of,
     verify,
     verify_summed,
     write_header,
@@ -36,9 +38,10 @@ from gccomm.hosts import HostPart, Hosts, HostWire
 from gccomm.lanes import rank_shift
 from gccomm.operand import Operand
 from gccomm.outcome import Outcome, overflow_of, parts_of
-from gccomm.pieces import MASK, Moves, Piece, Wire, scratch
+from gccomm.pieces import Moves, Piece, Wire, scratch
 from gccomm.plan import Plan
-from gccomm.running import Message, Running, answer, fill, messages, pending, wanted
+from gccomm.ready import Ready, swap, swapped
+from gccomm.running import Message, Running, answer, fill, messages, pending, wanted, within
 from gccomm.sketch import LARGEST, Sketch, chosen
 from gccomm.steps import Agree, Buffer, Context, Energies, Look, Redo, Sum, Words
 from gccomm.timeline import CallSpans
@@ -47,7 +50,7 @@ from gccomm.transfers import Between, Finish, HostSum, LaneAdd, Maximum, Start, 
 if TYPE_CHECKING:
     from gccomm.flow import Flow
 
-__all__ = ["Job", "Outcome", "reduce", "rendezvous", "tag_of"]
+__all__ = ["Job", "Outcome", "reduce", "rendezvous"]
 
 REDO_WORDS = 1 << 18  # most words of a message of redone spans
 DEPTH = 2  # pieces on their way, of each rank that speaks for its host
@@ -82,6 +85,8 @@ class Job:
         Most words of the first message, where ranks in different calls may send different numbers of them.
     flow : Flow, optional
         Where words stay on a device.
+    swap_bytes : int
+        Up to how many bytes ranks swap the call's only tensor whole; 0: they do not.
     """
 
     def __init__(
@@ -98,7 +103,9 @@ class Job:
         hosts: Hosts | None = None,
         first_words: int = 0,
         flow: Flow | None = None,
+        swap_bytes: int = 0,
     ) -> None:
+        self.swap_bytes = swap_bytes
         self.ahead = whole and flow is None  # on a device all is done in one order
         self.first_words, self.flow, words_of = first_words, flow, scratch
         if plan.devices:  # a copy into pinned memory is the fastest; back ends go on from there
@@ -191,7 +198,7 @@ def reduce(call: Call, job: Job | None, rank: int, size: int) -> Generator[Trans
         return (yield from rendezvous(call, rank, size))
     engine = _Engine(job, rank, size)
     try:
-        engine.begin()
+        engine.begin(call)
     except Exception as error:  # a codec's own: nothing is sent yet, so every rank can raise it
         call.error = call.error or error
         return (yield from rendezvous(call, rank, size))
@@ -233,20 +240,28 @@ class _Engine:
         self.end = HEADER_WORDS
         self.head, self.head_tag = Message((), 0), 0
         self.queue: Iterator[Message] | None = None  # of the first piece, where its header is summed
+        self.swapped: Ready | None = None  # what ranks swap with the header
 
     @property
     def summed(self) -> bool:
         """Whether the first message is a SUM."""
         return self.queue is not None
 
-    def begin(self) -> None:
-        """Start the first codecs and write what they want agreed behind the header, or their first words."""
+    def begin(self, call: Call) -> None:
+        """Start the first codecs and write what they want agreed behind the header, their first words, or an
+        array that is swapped.
+        """
         job = self.job
         pieces = job.plan.pieces[: job.plan.plain]
         pieces = pieces if job.whole else pieces[:1]
         self.first = [[job.start(x) for x in piece] for piece in pieces]
         self.agreed = next(self.ahead)
         self.running = [r for piece in self.first[slice(*self.agreed)] for r in piece]
+        if job.swap_bytes:
+            self.swapped = swapped(call, self.running[0], job.plan.keys[0], job.context, job.swap_bytes)
+        if self.swapped is not None:
+            job.agree = self.swapped.agreed
+            return
         if not pending(self.running, Agree) and self.first and pending(self.first[0], Sum):
             self.queue = messages(self.first[0], job.room)
             self.head = next(self.queue)
@@ -265,7 +280,7 @@ class _Engine:
         """Agree, reduce all buckets and report; yields what is to be transferred."""
         outcome = Outcome(stats=self.stats)
         self.wire.tag = tag_of(call)
-        outcome.error = yield from self._summed_round(call) if self.summed else self._first_round(call)
+        outcome.error = yield from self._agree(call)
         if outcome.error is not None:
             return outcome
         missing = self.job.words[3] if self.summed else self.wire.missing(self.job.agree)
@@ -367,6 +382,15 @@ class _Engine:
             yield from self.wire.move(transfer, transfer.send.nbytes, messages=0)
             part.adopt()
 
+    def _agree(self, call: Call) -> Generator[Transfer, None, BaseException | None]:
+        """Send the header, with what goes with it."""
+        if self.swapped is None:
+            return (yield from self._summed_round(call) if self.summed else self._first_round(call))
+        error = yield from swap(self.swapped, self.wire, call)
+        if error is None:
+            self.running[0].answer(None)
+        return error
+
     def _first_round(self, call: Call) -> Generator[Transfer, None, BaseException | None]:
         """Send the header with the first scales, then the other scales."""
         agree, end = self.job.agree, self.end
@@ -387,10 +411,10 @@ class _Engine:
         self.head_tag = words[end - 1] = self.wire.next_tag()
         words[end:MESSAGE_WORDS] = 0
         first, lanes = self._first(end), self.head.lanes(SUM_WORDS)
-        yield from self.wire.move(WordAdd(words[:first], _within(lanes, 0, first)), 4 * first)
+        yield from self.wire.move(WordAdd(words[:first], within(lanes, 0, first)), 4 * first)
         error = yield from verify_summed(call, self.rank, self.size, words)
         if error is None and end > first:
-            lanes = _within(lanes, first, end)
+            lanes = within(lanes, first, end)
             rest = words[first:end]
             yield from self.wire.move(WordAdd(rest, lanes), rest.nbytes)
         return error
@@ -474,17 +498,3 @@ class _Engine:
                     "sums were corrupted on the way"
                 )
                 raise BackendError(msg)
-
-
-def _within(lanes: Sequence[tuple[int, int, int]], lo: int, hi: int) -> tuple[tuple[int, int, int], ...]:
-    """Return the lanes of words lo to hi, counted from lo."""
-    clipped = ((max(first, lo) - lo, min(end, hi) - lo, width) for first, end, width in lanes)
-    return tuple(lane for lane in clipped if lane[0] < lane[1])
-
-
-def tag_of(call: Call) -> int:
-    """Return what the tags of a call's messages are made of: the same on all ranks."""
-    tag = 0
-    for value in call.values():
-        tag = (tag * 0x01000193 ^ value) & MASK
-    return tag

@@ -26,7 +26,8 @@ class Place:
     the first message of a call, where that may be of different lengths on ranks in different calls; what lets
     reductions on their way go on, and returns whether there are any; where the back end reduces in the
     memory of devices, the board of a device by its name; what is known of the links between hosts; and how
-    many bytes of floats are reduced at once in calls that the back end makes by itself, 0: it makes none.
+    many bytes of floats are reduced at once in calls that the back end makes by itself, 0: it makes none, and
+    up to how many of a tensor its ranks swap it whole in such a call, with the header, 0: they do not.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Place:
     board: Callable[[str], Board] | None = None
     links: Links = field(default_factory=Links)
     call_bytes: int = 0
+    swap_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,17 @@ class Plan:
                 )
                 raise NegotiationError(msg)
 
+    def swaps(self, nbytes: int) -> bool:
+        """Return whether it is of one tensor of floats on the host, of at most so many bytes, to which no
+        residual is added and whose noise all ranks share: ranks may then swap it whole.
+        """
+        if len(self.specs) != 1 or self.nones or len(self.operands) != 1 or self.operands[0].count != 1:
+            return False
+        spec, size = self.specs[0], self.geometries[0].size
+        if spec.dtype not in FLOATS or spec.device != "cpu" or spec.feedback or spec.route.private:
+            return False
+        return 0 < size * spec.item_bytes <= nbytes
+
     def nonfinite(self) -> set[str]:
         """Return the keys of which this rank holds inf or NaN."""
         bad: set[str] = set()

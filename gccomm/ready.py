@@ -4,6 +4,7 @@ in between.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,14 +13,16 @@ from gccomm import kernels
 from gccomm.agreement import FIELDS, HEADER_WORDS, MESSAGE_WORDS, SLOW_WORD, Call, write_header
 from gccomm.groups import STORAGE
 from gccomm.kernels import CALL, DTYPE_CODES, JOININGS
-from gccomm.pieces import scratch
-from gccomm.steps import Buffer, Context, FloatSum, LaneSum
+from gccomm.pieces import Wire, scratch
+from gccomm.steps import Buffer, Context, FloatSum, LaneSum, Step
+from gccomm.transfers import CallAdd, Transfer
 
 if TYPE_CHECKING:
     from gccomm.operand import Operand
     from gccomm.options import Place
+    from gccomm.running import Running
 
-__all__ = ["Ready"]
+__all__ = ["Ready", "swap", "swapped"]
 
 KEPT_BYTES = 256 << 10  # of memory for floats, from call to call; more comes from the pool
 
@@ -46,8 +49,8 @@ class Ready:
         This rank's header, and memory for it and what is agreed on.
     whole : bool
         The back end makes the whole call.
-    nbytes : int
-        What travels then.
+    nbytes, messages : int
+        What travels then, and in how many messages.
     """
 
     def __init__(self, call: Call, rank: int, x: Operand, key: tuple[int, int]) -> None:
@@ -72,22 +75,21 @@ class Ready:
             chunk=1,
         )
         self._at, self._tag, self._x = address(self.job), self.job["tag"], x
-        self.whole, self.nbytes = False, 0
+        self.whole, self.nbytes, self.messages = False, 0, 2
         self._alive: Any = None  # what the record has addresses of
         self._sums, self._sums_bytes = kernels.pool_empty(0), 0
 
     @property
     def tag(self) -> int:
-        """What the tags of the call's messages are made of: see :func:`gccomm.engine.tag_of`."""
+        """What the tags of the call's messages are made of: see :func:`gccomm.agreement.tag_of`."""
         return int(self._tag[0])
 
-    def begin(self, array: Buffer, result: Buffer, step: int, slow: bool) -> None:
-        """Write down what is of one call alone: addresses, noise, header, tag."""
-        address = kernels.address
+    def begin(self, array: int, result: int, step: int, slow: bool) -> None:
+        """Write down what is of one call alone: addresses of tensor and result, noise, header, tag."""
         if self._sums.size < self._sums_bytes:
             self._sums = kernels.pool_empty(self._sums_bytes)
-            self.job["sums"] = address(self._sums)
-        kernels.begin_call(self._at, address(array), address(result), step, slow)
+            self.job["sums"] = kernels.address(self._sums)
+        kernels.begin_call(self._at, array, result, step, slow)
 
     def release(self) -> None:
         """Give up memory that is too large to be kept."""
@@ -106,6 +108,25 @@ class Ready:
         elif step.plain:
             self._take_floats(step, place.call_bytes, context)
 
+    def swap(self, step: Step | None, most: int, context: Context) -> bool:
+        """Let ranks swap the tensor, where ``step`` is the first one and sums it, and floats that travel have
+        at most so many bytes; return whether they do.
+        """
+        if isinstance(step, LaneSum):
+            self._take_lanes(step)
+            nbytes = self._x.coordinates * self._x.specs[0].item_bytes
+        elif isinstance(step, FloatSum) and step.plain and 0 < self._bytes(step) <= most:
+            self._take_floats(step, most, context)
+            nbytes = self._bytes(step)
+        else:
+            return False
+        self.nbytes, self.messages = 4 * HEADER_WORDS + nbytes, 1
+        return True
+
+    @staticmethod
+    def _bytes(step: FloatSum) -> int:
+        return step.count * STORAGE[step.dtype].itemsize
+
     def _take_lanes(self, step: LaneSum) -> None:
         twin = self._x.rotated
         self._write(twin=0 if twin is None else twin[0].address, lanes=kernels.address(step.job))
@@ -123,7 +144,7 @@ class Ready:
             n=context.divisor,
             mean=x.mean,
         )
-        nbytes = step.count * item
+        nbytes = self._bytes(step)
         if x.mean or x.specs[0].dtype != step.dtype:
             self._sums_bytes = nbytes
         self.whole, self.nbytes = True, 4 * MESSAGE_WORDS + nbytes
@@ -131,3 +152,30 @@ class Ready:
     def _write(self, **fields: int) -> None:
         for name, value in fields.items():
             self.job[name] = value
+
+
+def swapped(call: Call, running: Running, key: tuple[int, int], context: Context, most: int) -> Ready | None:
+    """Return the record of a call in which ranks swap a tensor, whose addresses are known, before its codec
+    goes on; None where they do not: that follows from what all ranks agree on.
+    """
+    x, step = running.operand, running.step
+    if not isinstance(step, LaneSum | FloatSum):
+        return None
+    ready = Ready(call, context.rank, x, key)
+    if not ready.swap(step, most, context):
+        return None
+    source, result = int(x.table["src"][0]), int(x.table["dst"][0])
+    ready.begin(source, result, context.step, call.links.found())
+    return ready
+
+
+def swap(ready: Ready, wire: Wire, call: Call) -> Generator[Transfer, Any, BaseException | None]:
+    """Let ranks swap a tensor; return what is wrong with the call."""
+    transfer = CallAdd(ready.job)
+    yield from wire.move(transfer, ready.nbytes, ready.messages)
+    wire.share(*transfer.seconds)
+    wire.decoded()
+    if not transfer.same:
+        return (yield from wire.verify(call, ready.agreed))
+    call.links.slow = bool(ready.agreed[SLOW_WORD])
+    return None

@@ -30,7 +30,7 @@ from gccomm.on_device import DeviceCall
 from gccomm.options import Options, Place
 from gccomm.plan import Plan
 from gccomm.remembered import STORAGE, KeyState, Known, Leaf, next_states, states_of
-from gccomm.repeats import Repeats
+from gccomm.repeats import Repeats, swapped_bytes
 from gccomm.stats import Measured, Stats
 from gccomm.steps import Buffer, Context
 from gccomm.transfers import Transfer
@@ -309,6 +309,9 @@ class Attempt:
             stateful=self.reduction.remember,
             sums_lanes=self._lane_sums,
         )
+        swap_bytes = 0 if self.measures else swapped_bytes(plan, context, self.place)
+        if swap_bytes and plan.specs[0].route.sums_lanes:
+            context = self.context = replace(context, sums_lanes=True)
         have = [view is not None for view in self._views]
         states = states_of(plan.specs, self.reduction.states)
         whole, measure = not self.place.one_host, self.measures
@@ -328,6 +331,7 @@ class Attempt:
             hosts=hosts,
             first_words=self.place.first_words,
             flow=flow,
+            swap_bytes=swap_bytes,
         )
 
     def _result(self, i: int, leaf: Leaf, spec: LeafSpec, integers: bool) -> Buffer:

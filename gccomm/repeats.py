@@ -31,10 +31,11 @@ from gccomm.steps import Agree, Buffer, Context, FloatSum, LaneSum, Sum, Words
 from gccomm.transfers import CallAdd, FloatAdd, Maximum, Transfer, WordAdd
 
 if TYPE_CHECKING:
+    from gccomm.codecs.base import Codec
     from gccomm.options import Place
     from gccomm.reduction import Attempt, Reduction
 
-__all__ = ["Repeat", "Repeats"]
+__all__ = ["Repeat", "Repeats", "swapped_bytes"]
 
 KEPT = 8  # of the layouts of a reduction
 
@@ -69,7 +70,8 @@ class Repeat:
         self._ready = Ready(call, context.rank, x, plan.keys[0])
         self._agree, self._end = self._ready.agreed, HEADER_WORDS
         self._words, self._count = scratch(0), x.message_room + 1
-        self._serves = _speaks_for_itself(type(spec.route), "steps_serve") and spec.route.steps_serve
+        self._serves = _serves(spec.route)
+        self._swap_bytes = swapped_bytes(plan, context, place)
         self._agreed: Agree | None = None  # of a codec that agrees, then sums words; it serves all calls
         self._summed: Sum | None = None  # the same
         self._floats: FloatSum | None = None  # the same
@@ -80,8 +82,12 @@ class Repeat:
         """Do all of a call that is done before its first message; return where its result comes."""
         result: Buffer = kernels.pool_empty(self._nbytes).view(self._dtype)
         self.call.step = step
-        self._ready.begin(array, result, step, self.call.links.found())
-        if self._ready.whole:
+        ready, found = self._ready, self.call.links.found()
+        ready.begin(kernels.address(array), kernels.address(result), step, found)
+        if self._swap_bytes and not ready.whole:
+            self._take_swap(array, result)
+            ready.begin(kernels.address(array), kernels.address(result), step, found)
+        if ready.whole:
             self._arrays = array, result
         else:
             self._begin(array, result)
@@ -96,6 +102,14 @@ class Repeat:
             self._agreed.fill(self._agree[HEADER_WORDS : self._end])
         elif self._floats is None:
             self._start(array, result)
+
+    def _take_swap(self, array: Buffer, result: Buffer) -> None:
+        """Find out by the codec's first step, in the first call that is repeated, whether ranks swap it."""
+        self._start(array, result)
+        assert self._running is not None
+        if not self._ready.swap(self._running.step, self._swap_bytes, self._context):
+            self._swap_bytes = 0
+        self._running = self._x.direct = None
 
     def _share_keys(self) -> None:
         """Let codecs see the keys of the noise that the record has written for kernels."""
@@ -128,6 +142,8 @@ class Repeat:
             yield transfer
             self._account(outcome.stats, transfer, perf_counter() - began)
             if transfer.same:
+                if self._agree[MISSING_WORD]:
+                    yield from self._presence(outcome.stats)
                 return outcome
         wire = Wire(self._context.rank, self._context.size)
         wire.tag, wire.stats = ready.tag, outcome.stats
@@ -154,7 +170,7 @@ class Repeat:
         stats.wire_s = seconds - stats.encode_s - stats.decode_s
         stats.wire_bytes, stats.messages = 4 * MESSAGE_WORDS, 1
         if transfer.same:
-            stats.wire_bytes, stats.messages = self._ready.nbytes, 2
+            stats.wire_bytes, stats.messages = self._ready.nbytes, self._ready.messages
             self.call.links.slow = bool(self._agree[SLOW_WORD])
             self._count_codec(stats)
 
@@ -172,11 +188,17 @@ class Repeat:
         if end > first:
             yield from wire.move(Maximum(agree[first:end]), 4 * (end - first))
         if agree[MISSING_WORD]:
-            yield from wire.move(Maximum(np.ones(1, np.uint32)), 4)
+            yield from self._presence(wire.stats)
         call.links.slow = bool(agree[SLOW_WORD])
         if self._arrays is not None:
             self._start(*self._arrays)
         return None
+
+    def _presence(self, stats: Stats) -> Generator[Transfer, Any, None]:
+        """Tell ranks without a value that there is one."""
+        yield Maximum(np.ones(1, np.uint32))
+        stats.wire_bytes += 4
+        stats.messages += 1
 
     def _advance(self, running: Running, wire: Wire, agreed: Words) -> Generator[Transfer, Any, None]:
         """Drive the codec to its end."""
@@ -194,7 +216,7 @@ class Repeat:
         piece = Piece(wire, (running,), self._words, len(self._words), self._room)
         if isinstance(step, FloatSum | LaneSum):
             yield from piece.sum_floats(running) if isinstance(step, FloatSum) else piece.sum_lanes(running)
-        alone = first is step and running.step is None
+        alone = first is step and running.step is None and self._serves
         if running.step is not None:
             yield from piece.advance()
         self._words = piece.words  # more, of a codec that needs more words than it said
@@ -290,6 +312,21 @@ def _suits(plan: Plan, context: Context, place: Place) -> bool:
     small = x.coordinates * spec.item_bytes <= LONGEST_BYTES
     own = _speaks_for_itself(type(spec.route), "repeats") and not spec.route.private
     return small and own and spec.route.repeats(context)
+
+
+def swapped_bytes(plan: Plan, context: Context, place: Place) -> int:
+    """Return up to how many bytes of a call's only tensor its ranks swap, if it sums them at once; 0: they do
+    not. Equal on all ranks.
+    """
+    if not plan.swaps(place.swap_bytes):
+        return 0
+    route = plan.specs[0].route
+    return place.swap_bytes if _serves(route) and route.repeats(context) else 0
+
+
+def _serves(codec: Codec) -> bool:
+    """Return whether the steps of one call, of which nothing follows the sum, serve later ones."""
+    return codec.steps_serve and all(_speaks_for_itself(type(codec), n) for n in ("repeats", "steps_serve"))
 
 
 def _speaks_for_itself(codec: type, name: str) -> bool:

@@ -9,7 +9,7 @@ from gccomm.errors import BackendError
 from gccomm.operand import CUT_BLOCKS, Operand
 from gccomm.steps import Agree, Context, Energies, Lanes, Redo, Step, Steps, Sum, Words
 
-__all__ = ["Message", "Part", "Running", "answer", "fill", "messages", "pending", "wanted"]
+__all__ = ["Message", "Part", "Running", "answer", "fill", "messages", "pending", "wanted", "within"]
 
 T = TypeVar("T", Agree, Energies)
 
@@ -203,3 +203,9 @@ def _parts(r: Running) -> Iterator[Part]:
         step = CUT_BLOCKS if r.operand.codec.unit == "tensor" else max(blocks, 1)
         for lo in range(0, max(blocks, 1), step):
             yield Part(r, lo, min(lo + step, blocks), lo + step >= blocks)
+
+
+def within(lanes: Sequence[tuple[int, int, int]], lo: int, hi: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the lanes of words lo to hi, counted from lo."""
+    clipped = ((max(first, lo) - lo, min(end, hi) - lo, width) for first, end, width in lanes)
+    return tuple(lane for lane in clipped if lane[0] < lane[1])

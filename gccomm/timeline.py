@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from gccomm.agreement import Call
-from gccomm.transfers import Between, HostSum, LaneAdd, Maximum, Whole
+from gccomm.transfers import Between, CallAdd, HostSum, LaneAdd, Maximum, Whole
 
 __all__ = [
     "LIMIT",
@@ -123,7 +123,7 @@ class CallSpans:
         self._met = self._met or there
         about: dict[str, Any] = {} if piece is None else {"piece": piece}
         sums: dict[str, Any] = {"bytes": nbytes}
-        if isinstance(transfer, LaneAdd):  # chunks, all three in turns
+        if isinstance(transfer, LaneAdd | CallAdd):  # chunks, all three in turns; or all of a small call
             names, kind = ("encode", "encode, wire and decode"), "lanes"
             sums["encode_s"], sums["decode_s"] = transfer.seconds
         self._own(names[0], "encode", encoding, sent, about)

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from gccomm import kernels
-from gccomm.agreement import HEADER_WORDS, MESSAGE_WORDS, SLOW_WORD, Call, write_header
-from gccomm.engine import tag_of
+from gccomm.agreement import HEADER_WORDS, MESSAGE_WORDS, SLOW_WORD, Call, tag_of, write_header
 from gccomm.kernels import EXCHANGE, LANES
 from gccomm.layout import BLOCK
 from gccomm.noise import step_key, tensor_key
@@ -88,7 +87,7 @@ class Side:
 
     def begin(self, step: int, *, slow: bool = False) -> None:
         self.call.step = step
-        self.ready.begin(self.x, self.result, step, slow)
+        self.ready.begin(kernels.address(self.x), kernels.address(self.result), step, slow=slow)
 
 
 def nothing(*_: Any) -> None:

@@ -21,6 +21,7 @@ from gccomm_mpi.link import Flight
 from gccomm_mpi.messages import pieces
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 from gccomm_mpi.small import SMALL_BYTES
+from gccomm_mpi.swaps import swap_bytes
 from gccomm_mpi.window import FEW_RANKS, Posted
 
 __all__ = ["MpiBackend", "open_backend"]
@@ -98,13 +99,15 @@ class MpiBackend(OnChannel):
         return self._channel.window is not None and self.size <= FEW_RANKS
 
     def sum_lanes(self, job: Array, /) -> tuple[float, float]:
-        """Agree on the scales of blocks and sum their lanes, chunk by chunk through shared memory.
+        """Agree on the scales of blocks and sum their lanes.
 
         `job` is a :data:`gccomm.kernels.LANES` record; returns the seconds of encoding and of decoding.
         """
         with self._operation("sum of lanes", job) as channel:
-            assert channel.window is not None
-            return channel.window.sum_lanes("sum of lanes", job)
+            if channel.window is not None:
+                return channel.window.sum_lanes("sum of lanes", job)
+            assert channel.messages.small.swaps is not None
+            return channel.messages.small.swaps.lanes("sum of lanes", job)
 
     @property
     def call_bytes(self) -> int:
@@ -113,14 +116,23 @@ class MpiBackend(OnChannel):
         return window.chunk_bytes if window is not None and self.size <= FEW_RANKS else 0
 
     def sum_call(self, job: Array, /) -> tuple[bool, float, float]:
-        """Agree on the header of a call, and sum its lanes or floats, through shared memory.
+        """Agree on the header of a call, and sum its lanes or floats, without Python in between.
 
         `job` is a :data:`gccomm.kernels.CALL` record; returns whether all ranks make this call (if not,
         nothing was summed), and the seconds of encoding and of decoding.
         """
         with self._operation("call", job) as channel:
-            assert channel.window is not None
-            return channel.window.sum_call("call", job)
+            if channel.window is not None:
+                return channel.window.sum_call("call", job)
+            assert channel.messages.small.swaps is not None
+            return channel.messages.small.swaps.call("call", job)
+
+    @property
+    def swap_bytes(self) -> int:
+        """Up to how many bytes of an array :meth:`sum_call` takes over links, where ranks swap it whole, and
+        :meth:`sum_lanes`, too; 0: none. Equal on all ranks.
+        """
+        return swap_bytes(self.size) if self.first_words else 0
 
     def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | Flight | Shared | None:
         """Begin a reduction, "maximum", "words" or a float format; None if it is complete already.

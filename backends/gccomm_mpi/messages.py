@@ -65,7 +65,12 @@ class Messages:
         self.channel, self.link = channel, link
         self.size: int = link.comm.size
         self.max_count = MAX_COUNT  # elements per call of MPI's; equal on all ranks
-        self._small_ones = Small(channel, link)
+        self.small = Small(channel, link)
+
+    def free(self) -> None:
+        """Give the communicator back to MPI; collective."""
+        self.small.free()
+        self.link.comm.Free()
 
     def reduce(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
         """Reduce `send` over the ranks into `recv`, of any size."""
@@ -76,7 +81,7 @@ class Messages:
         if 0 < recv.nbytes <= SMALL_BYTES:
             if send is not recv:
                 recv[...] = send
-            self._small_ones.reduce(name, recv.reshape(-1), operator)
+            self.small.reduce(name, recv.reshape(-1), operator)
             return
         count = PIECE_BYTES // recv.itemsize if self._large(recv) else self.max_count
         for source, target in pieces(send, recv, min(self.max_count, count)):

@@ -1,4 +1,4 @@
-"""Small arrays over links: whole ones are swapped, in log2(n) rounds, among three ranks in one.
+"""Small arrays over links: whole ones are swapped, among few ranks in one round, else in log2(n).
 
 Latency is what these cost, so that nothing is chosen, cut or begun early here. Ranks need not even hold
 equally much: receives are as large as any array may be. So the first message of a call may carry, behind the
@@ -7,22 +7,28 @@ header that proves that all ranks make the same call, what is of one length only
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gccomm import kernels
+from gccomm.kernels import JOININGS
 from gccomm_mpi.failure import abandon
 from gccomm_mpi.halving import Folding
 from gccomm_mpi.operators import Operator
+from gccomm_mpi.round import FEW, Round
+from gccomm_mpi.swaps import Swaps
 
 if TYPE_CHECKING:
     from gccomm_mpi.channel import Channel
     from gccomm_mpi.link import Link
 
-__all__ = ["SMALL_BYTES", "Small"]
+__all__ = ["ROOM_BYTES", "SMALL_BYTES", "Small"]
 
 SMALL_BYTES = 8 << 10
+ROOM_BYTES = SMALL_BYTES + (1 << 10)  # for first messages that have a header and whole arrays
 
 Array = npt.NDArray[Any]
 
@@ -43,20 +49,37 @@ class Small:
         place = self._folding.place
         bits = [1 << k for k in range(self._folding.rounds)]
         self._rounds = [(self._folding.rank_of(place ^ bit), place & bit == 0) for bit in bits]
-        self._room = np.empty(SMALL_BYTES, np.uint8)
-        rank, size = link.comm.rank, link.comm.size
-        peers = [(rank + hop) % size for hop in range(1, size)] if size == 3 else []
-        self._rooms = {peer: np.empty(SMALL_BYTES, np.uint8) for peer in peers}
+        self._room = np.empty(ROOM_BYTES, np.uint8)
+
+    @cached_property
+    def round(self) -> Round | None:
+        """What all messages of few ranks go by."""
+        comm = self._link.comm
+        return Round(self._channel, comm, ROOM_BYTES) if 1 < comm.size <= FEW else None
+
+    @cached_property
+    def swaps(self) -> Swaps | None:
+        """Calls on arrays that few ranks swap."""
+        comm = self._link.comm
+        return None if self.round is None else Swaps(self.round, comm.rank, comm.size)
+
+    def free(self) -> None:
+        """Give requests back to MPI."""
+        if "round" in vars(self) and self.round is not None:
+            self.round.free()
 
     def reduce(self, name: str, data: Array, operator: Operator) -> None:
         """Reduce `data`, shape (n,), over the ranks in place.
 
         Where ranks hold arrays of different lengths, the elements that all of them hold are reduced.
         """
+        if self.round is not None:
+            self._exchange(self.round, name, data, operator)
+            return
         try:
-            (self._exchange if self._rooms else self._reduce)(name, data, operator)
+            self._reduce(name, data, operator)
         except BaseException:
-            abandon((self._room, self._rooms, data))
+            abandon((self._room, data))
             raise
 
     def _reduce(self, name: str, data: Array, operator: Operator) -> None:
@@ -85,19 +108,14 @@ class Small:
         if folding.takes:
             self._send(name, data, datatype, tag)
 
-    def _exchange(self, name: str, data: Array, operator: Operator) -> None:
+    @staticmethod
+    def _exchange(messages: Round, name: str, data: Array, operator: Operator) -> None:
         """Send all other ranks the whole array, and reduce all in the order of the ranks."""
-        comm, tag, datatype = self._link.comm, self._link.next_tag(), operator.datatype
-        parts = {peer: room.view(data.dtype) for peer, room in self._rooms.items()}
-        requests = [comm.Irecv((part, datatype), peer, tag) for peer, part in parts.items()]
-        requests += [comm.Isend((data, datatype), peer, tag) for peer in parts]
-        for request in requests:
-            self._channel.complete(request, name)
-        first, *others = (parts.get(rank, data)[: data.size] for rank in range(comm.size))
-        for other in others:
-            operator.combine(first, other, first)
-        if comm.rank != 0:
-            data[...] = first
+        nbytes = data.nbytes
+        messages.mine[:nbytes] = data.view(np.uint8)
+        messages.run(name, nbytes)
+        table, ranks, kind = messages.table, len(messages.messages), JOININGS[operator.kind]
+        kernels.join_parts(table, ranks, kernels.address(data), data.size, kind)
 
     def _send(self, name: str, data: Array, datatype: Any, tag: int) -> None:
         request = self._link.comm.Isend((data, datatype), self._folding.mate, tag)

@@ -31,7 +31,7 @@ class PairBackend:
         Closed with this object, before `base` is.
     """
 
-    first_words = call_bytes = 0  # of the other one alone, ranks would not meet
+    first_words = call_bytes = swap_bytes = 0  # of the other one alone, ranks would not meet
 
     def __init__(self, base: Any, nccl: NcclBackend) -> None:
         self._base, self._nccl = base, nccl

@@ -85,9 +85,10 @@ class Codec(ABC):
         Gives words to the operand's functions, or reads and writes them as NumPy's functions do: then they
         may be in the memory of the operand's device, and every look at them waits for that.
     steps_serve : bool
-        Where it :meth:`repeats`, an agreement and a sum of words of one call serve later ones: all that
-        depends on the array or on agreed words is computed in the steps' own functions, from the array of
-        agreed words that was the answer; sizes are those of the layout; nothing follows the sum.
+        Where it :meth:`repeats`, an agreement and a sum of words, or a sum of lanes or floats, of one call
+        serve later ones: all that depends on the array or on agreed words is computed in the steps' own
+        functions, from the array of agreed words that was the answer; sizes are those of the layout; nothing
+        follows the sum.
     """
 
     id: ClassVar[str]

@@ -26,6 +26,7 @@ class _Floats(Codec):
     lossy: ClassVar[bool] = False
     rounding: str = "to nearest"
     device_words: ClassVar[bool] = True
+    steps_serve: ClassVar[bool] = True
 
     def wire_dtype(self, x: Operand) -> FloatName:
         """Return the float type that ``x`` travels in."""

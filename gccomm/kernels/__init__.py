@@ -54,6 +54,9 @@ try:
         set_isa,
         share_energies,
         sum_spans,
+        swap_bytes,
+        swap_finish,
+        swap_pack,
         threads,
         widen_lanes,
     )
@@ -117,6 +120,9 @@ __all__ = [
     "set_isa",
     "share_energies",
     "sum_spans",
+    "swap_bytes",
+    "swap_finish",
+    "swap_pack",
     "threads",
     "widen_lanes",
 ]

@@ -488,6 +488,29 @@ def exchange_call(exchange: int, call: int) -> int:
         A tag was wrong.
     """
 
+def swap_bytes(call: int) -> tuple[int, int]:
+    """Return the bytes of a rank's part, its tensor or the floats that travel, and of the message with it, of
+    a call whose ranks swap their tensors.
+
+    `call` is the address of a :data:`~gccomm.kernels.CALL` record, here and below. Records are checked.
+
+    Raises
+    ------
+    ValueError
+        A field is out of range, or the tensor is none of floats.
+    """
+
+def swap_pack(call: int, out: int) -> None:
+    """Write a message, the header and this rank's part, to `out`; errors as of :func:`swap_bytes`."""
+
+def swap_finish(call: int, messages: int, shifts: int, ranks: int, rank: int) -> int:
+    """Agree on the header, and make of the parts of all ranks what messages would have made of them.
+
+    `messages` and `shifts` are addresses of the addresses of all ranks' messages, uint64, and of the shifts
+    of their dither, uint32. Returns 1, or 2 if ranks differ in what they call: nothing was summed. Errors as
+    of :func:`swap_bytes`.
+    """
+
 def threads() -> int:
     """Return how many threads share the blocks of `maxima`, `encode` and `decode`: GCCOMM_NUM_THREADS."""
 

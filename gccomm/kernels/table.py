@@ -185,4 +185,7 @@ n, mean
     As of ``float_decode``.
 tag, phase
     Written by ``begin_call``: what tags of sums are made of; and by ``exchange_call``.
+
+Where ranks swap the tensor (``swap_pack``, ``swap_finish``), ``words``, ``chunk``, ``twin``, ``places``,
+``tag`` and ``phase`` do not count, nor do tag and kept blocks of the lanes.
 """

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ POWERSGD_RANK = 4  # as gccomm's own codec has it
 GLOO = ("gloo", "gloo bfloat16")
 HOOKS = ("DDP fp16_compress", f"DDP PowerSGD rank {POWERSGD_RANK}")
 MPI4JAX = "mpi4jax"
+LET_GO_S = 5
 TIMEOUT = timedelta(seconds=60)  # of gloo's first meeting
 
 
@@ -82,11 +85,19 @@ class Peers:
         dist.init_process_group("gloo", store=store, rank=self._mpi.rank, world_size=self._mpi.size)
 
     def close(self) -> None:
-        """Leave the process group; collective."""
+        """Leave the process group; collective.
+
+        A callback on a thread of gloo's may hold the group for a moment. If that let go of it last, the group
+        would wait there for that very thread, and the process would abort.
+        """
         if self.gloo:
             import torch.distributed as dist
 
+            group = dist.group.WORLD
             dist.destroy_process_group()
+            end = monotonic() + LET_GO_S
+            while sys.getrefcount(group) > 2 and monotonic() < end:  # 2: here, and the argument
+                sleep(1e-3)
 
     def ways(self, x: Array, op: str = "sum") -> tuple[list[Way], dict[str, str]]:
         """Return the ways to reduce an array, and why libraries that are there cannot."""

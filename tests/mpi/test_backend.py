@@ -308,7 +308,8 @@ def test_mpi_errors_carry_class_and_text(world: Any, monkeypatch: pytest.MonkeyP
     handle._channel.window = None
     link = handle._channel.messages.link
     real = link.comm
-    link.comm = SimpleNamespace(Irecv=refuse, Isend=refuse, rank=real.rank, size=real.size)
+    calls = dict.fromkeys(("Irecv", "Isend", "Recv_init", "Send_init"), refuse)
+    link.comm = SimpleNamespace(**calls, rank=real.rank, size=real.size)
     with pytest.raises(BackendError, match=rf"MPI failed in sum: .*\(class {MPI.ERR_COUNT}\)"):
         handle.sum_words(np.ones(1, np.uint32))
     with pytest.raises(BackendError, match="this communicator is broken: MPI failed in sum"):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,19 @@ def test_what_a_library_cannot_do_is_said(peers: Peers) -> None:
     ways, left_out = peers.ways(np.ones(4096, np.float16))
     assert HOOKS[1] not in [way.name for way in ways]
     assert "float32 or float64" in left_out[HOOKS[1]]
+
+
+@needs_torch
+def test_a_group_that_another_thread_holds_is_not_let_go_before(world: Any) -> None:
+    """The last one to hold it waits for gloo's threads, which one of these cannot."""
+    import torch.distributed as dist
+
+    found, held = Peers(world), []
+    if found.gloo:
+        held.append(dist.group.WORLD)
+        Timer(0.2, held.clear).start()
+    found.close()
+    assert not held
 
 
 def test_one_rank_without_it_is_enough(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 import gccomm
 from gccomm.codecs.floats import Raw
+from gccomm.codecs.uniform import Uniform
 from gccomm.repeats import Repeat
-from gccomm.steps import FloatSum
+from gccomm.steps import Agree, FloatSum
 
 CODECS = ["uniform:wire_bits=5", "rotated", "raw", "bf16"]
 LONG = (256 * 1024,), (1 << 20,)  # more scales than go with the header where messages have one length
@@ -137,6 +138,85 @@ def test_floats_of_a_codec_of_somebody_else(comm: gccomm.Communicator, sums: int
     x = np.full(2000, 2, np.float32)
     for _ in range(CALLS + 1):
         assert set(comm.compressed_allreduce(x, "sum", Halves(sums)).tolist()) == {comm.size}
+
+
+class TwoSums(Raw):
+    """Two sums of floats that a back end could make by itself."""
+
+    id = "test-two-sums"
+
+    def steps(self, x: Any, state: Any, ctx: Any) -> Any:
+        yield from super().steps(x, state, ctx)
+        yield from super().steps(x, state, ctx)
+
+    def repeats(self, ctx: Any) -> bool:
+        return True
+
+
+class Stores(Raw):
+    """Arithmetic behind the sum."""
+
+    id = "test-stores"
+
+    def steps(self, x: Any, state: Any, ctx: Any) -> Any:
+        yield from super().steps(x, state, ctx)
+        x.store(0, np.full(x.coordinates, 7, np.float32))
+
+    def repeats(self, ctx: Any) -> bool:
+        return True
+
+
+class AgreesLate(Uniform):
+    """An agreement behind the sum."""
+
+    id = "test-agrees-late"
+
+    def steps(self, x: Any, state: Any, ctx: Any) -> Any:
+        yield from super().steps(x, state, ctx)
+        found = yield Agree(1, lambda out: out.fill(7))
+        assert found.tolist() == [7]
+        x.store(0, np.full(x.coordinates, 7, np.float32))
+
+    def repeats(self, ctx: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("codec", [TwoSums(), Stores(), AgreesLate()])
+def test_what_follows_a_sum_is_done_in_every_call(comm: gccomm.Communicator, codec: Any) -> None:
+    """By ranks that repeat it as by others, in as many messages."""
+    x, messages = np.ones(1500, np.float32), set()
+    for step in range(CALLS + 2):
+        out = np.empty_like(x) if step == CALLS and comm.rank else None
+        found = comm.compressed_allreduce(x, "sum", codec, out=out)
+        assert set(found.tolist()) == {comm.size if isinstance(codec, TwoSums) else 7}
+        messages.add(comm.stats.messages)
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize("kind", ["barrier", "raw", "uniform", "large", "broadcast", "split"])
+@pytest.mark.parametrize("summed", ["first", "last"])
+@pytest.mark.parametrize("calls", [1, CALLS])
+def test_a_summed_header_of_zeros_is_none_of_another_call(
+    comm: gccomm.Communicator, world: Any, kind: str, summed: str, calls: int
+) -> None:
+    """The words behind it are zeros, too: under a MAX nothing but the header could tell."""
+    if comm.size == 1:
+        pytest.skip("needs two ranks")
+    reducer = gccomm.Reducer("uniform:scales=predicted", op="sum", comm=comm)
+    x = np.zeros(1024, np.float32)
+    for _ in range(calls):
+        reducer(x)
+        comm.compressed_allreduce(x + 1, "sum", "raw")
+    size = 1 << 20 if kind == "large" else 1024
+    others: dict[str, Any] = {"barrier": comm.barrier, "split": lambda: comm.split(0)}
+    others["broadcast"] = lambda: comm.broadcast(x)
+    codec = "uniform" if kind == "uniform" else "raw"
+    other = others.get(kind, lambda: comm.compressed_allreduce(np.ones(size, np.float32), "sum", codec))
+    mine = comm.rank == (0 if summed == "first" else comm.size - 1)
+    with pytest.raises(gccomm.MismatchError) as caught:
+        reducer(x) if mine else other()
+    assert len(set(world.allgather(str(caught.value)))) == 1
+    assert (comm.allreduce(x + 1) == comm.size).all()
 
 
 def test_links_of_a_call_that_does_not_match_are_not_taken_over(comm: gccomm.Communicator) -> None:

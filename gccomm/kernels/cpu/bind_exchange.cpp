@@ -2,6 +2,7 @@
 #define GCCOMM_LEVEL any  // of what little arithmetic there is here
 #include "bind.h"
 #include "calls.h"
+#include "swaps.h"
 
 namespace gccomm {
 namespace {
@@ -51,6 +52,36 @@ int exchange_call(Address state, Address record) {
     return static_cast<int>(run(at, job));
 }
 
+Swap swap(Address record) {
+    const CallJob& job = *pointer<const CallJob>(record);
+    require(job.values >= 0, "values must not be negative");
+    require(job.header_words >= 0 && job.count >= 0 && job.item >= 1,
+            "words, count and item must be positive");
+    require(job.kind >= 0 && job.kind < kJoinings, "kind outside 0 ... 5");
+    require(job.wire >= 0 && job.wire <= 3, "wire must be the code of a float dtype");
+    if (job.lanes != 0) {
+        const LaneJob& lanes = *pointer<const LaneJob>(job.lanes);
+        check_lanes(lanes.width, lanes.limit);
+        check_rotations(lanes.rotations);
+        require(lanes.segments == 1 && lanes.blocks >= 0, "only single tensors are swapped");
+    }
+    return Swap(job);
+}
+
+nanobind::tuple swap_bytes(Address record) {
+    const Swap made = swap(record);
+    return nanobind::make_tuple(made.nbytes(), made.message_bytes());
+}
+
+void swap_pack(Address record, Address out) { swap(record).pack(pointer<char>(out)); }
+
+int swap_finish(Address record, Address messages, Address shifts, Index ranks, Index rank) {
+    require(ranks >= 1 && rank >= 0 && rank < ranks, "no such ranks");
+    const auto* all = pointer<const std::uint64_t>(messages);
+    return static_cast<int>(
+        swap(record).finish({all, all + ranks}, pointer<const std::uint32_t>(shifts), rank));
+}
+
 }  // namespace
 
 void bind_exchange(nanobind::module_& m) {
@@ -61,6 +92,9 @@ void bind_exchange(nanobind::module_& m) {
     m.def("exchange_lanes", &exchange_lanes, "exchange"_a, "job"_a, Released());
     m.def("begin_call", &begin_call, "call"_a, "src"_a, "dst"_a, "step"_a, "slow"_a);
     m.def("exchange_call", &exchange_call, "exchange"_a, "call"_a, Released());
+    m.def("swap_bytes", &swap_bytes, "call"_a);
+    m.def("swap_pack", &swap_pack, "call"_a, "out"_a);
+    m.def("swap_finish", &swap_finish, "call"_a, "messages"_a, "shifts"_a, "ranks"_a, "rank"_a);
 }
 
 }  // namespace gccomm
