@@ -37,6 +37,8 @@ SPAN = 64  # blocks of one tensor that are checked together; pieces end between 
 MIN_PART = 64  # smallest part of a block that is rotated by itself
 MIN_ROW = 512  # last axes from here on are cut by themselves, so that no block straddles two rows
 PIECE_COORDINATES = 1 << 20
+# Coordinates from which a sum of an array's own takes less time than copies into a sum with others, and back.
+ALONE = 128 << 10
 LARGE = 64  # times as many, where the back end goes through a piece chunk by chunk
 
 FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
@@ -205,7 +207,7 @@ def cut(
     room_bytes = bucket_bytes
     for leaf in range(len(specs)) if leaves is None else leaves:
         spec = specs[leaf]
-        if lane_sums and spec.alone(piece_coordinates):
+        if lane_sums and spec.alone(min(ALONE, piece_coordinates)):
             pieces.extend([piece] if piece else [])
             most = LARGE * piece_coordinates, 0
             ranges = _ranges(spec, (1, 0), [], most, most)

@@ -22,7 +22,7 @@ from gccomm_mpi.messages import pieces
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 from gccomm_mpi.small import SMALL_BYTES
 from gccomm_mpi.swaps import swap_bytes
-from gccomm_mpi.window import FEW_RANKS, Posted
+from gccomm_mpi.window import FEW_RANKS, WORDS, Posted
 
 __all__ = ["MpiBackend", "open_backend"]
 
@@ -145,7 +145,8 @@ class MpiBackend(OnChannel):
         window, hierarchy, messages = self._channel.window, self._channel.hierarchy, self._channel.messages
         flat = recv.reshape(-1)
         source = flat if send is recv else send.reshape(-1)
-        if window is not None and recv.nbytes <= window.slot_bytes:
+        chunked = window is not None and operator.kind not in WORDS and window.chunks(recv.nbytes)
+        if window is not None and recv.nbytes <= window.slot_bytes and not chunked:
             with self._operation(name, (send, recv)):
                 return window.post(name, source, flat, operator.kind)
         short = 0 < recv.nbytes <= PIECE_BYTES and recv.size <= messages.max_count

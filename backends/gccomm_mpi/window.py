@@ -28,7 +28,7 @@ from gccomm import kernels
 from gccomm.errors import BackendError
 from gccomm.kernels import EXCHANGE, JOININGS
 
-__all__ = ["FEW_RANKS", "Posted", "Window", "open_window", "slot_bytes"]
+__all__ = ["FEW_RANKS", "WORDS", "Posted", "Window", "open_window", "slot_bytes"]
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -43,7 +43,7 @@ COPIED_BYTES = 16 << 10  # up to which few ranks copy data into their slots
 SHARED_BYTES = 64 << 10  # from here on more ranks join one share each
 STREAM_BYTES = 4 << 20  # results of this size are written past the caches
 
-_WORDS = ("words", "maximum")
+WORDS = ("words", "maximum")
 _POSTED, _SHARED, _FINISHED = 0, 64, 128  # places of the flags
 _TOKEN = slice(256, 272)
 _MASK = 0xFFFFFFFF
@@ -135,7 +135,7 @@ class Window:
         streams = kernels.address(send) != kernels.address(recv) and recv.nbytes >= STREAM_BYTES
         placed = kernels.address(send) == int(self._tables[self._turn][self._rank])
         # Ranks must make the same messages: all have words in their slots, but floats may lie anywhere.
-        whole = placed and (kind in _WORDS or recv.nbytes <= self.chunk_bytes)
+        whole = placed and (kind in WORDS or recv.nbytes <= self.chunk_bytes)
         if not whole and self._size <= FEW_RANKS:
             self._in_chunks(name, send, recv, JOININGS[kind], streams)
             return
@@ -241,6 +241,10 @@ class Window:
     def chunk_bytes(self) -> int:
         """What goes through a slot at once where there is more than fits."""
         return min(CHUNK_BYTES, self.slot_bytes)
+
+    def chunks(self, nbytes: int) -> bool:
+        """Return whether floats of so many bytes go chunk by chunk, which takes less time than one slot."""
+        return self._size <= FEW_RANKS and nbytes > self.chunk_bytes
 
     def collect(self, name: str, send: Array, recv: Array | None, kind: str, root: int = 0) -> None:
         """Reduce `send`, of at most a slot, over the ranks into `recv` on the rank `root` alone; the others

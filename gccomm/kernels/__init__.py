@@ -64,7 +64,7 @@ except ImportError as error:
     _message = (
         f"the compiled kernels of gccomm cannot be imported ({error}). Where this is the source folder of "
         "gccomm and not an installed package, keep scripts in another folder and start `python` there, or "
-        "`pip install -e .`"
+        "set PYTHONSAFEPATH=1 (for `python -m pytest`, say), or `pip install -e .`"
     )
     raise ImportError(_message) from error
 from gccomm.kernels.table import CALL, DTYPE_CODES, DTYPES, EXCHANGE, JOININGS, LANES, LEARNT, SEGMENT
