@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -232,6 +232,15 @@ def show(path: Any, report: dict[str, Any], lines: Sequence[str]) -> int:
         if path is not None:
             write_json(path, report)
     return 0
+
+
+def show_rows(
+    path: Any, rows: Sequence[dict[str, Any]], header: str, line: Callable[[dict[str, Any]], str]
+) -> int:
+    """Show the rows of a benchmark whose report is these and the machine; return the exit status."""
+    report = {"machine": machine(), "ranks": MPI.COMM_WORLD.size, "rows": rows}
+    heading = f"# {report['ranks']} ranks, {report['machine']['mpi']}"
+    return show(path, report, [heading, header, *map(line, rows)])
 
 
 def finish(text: str, status: int) -> int:

@@ -17,10 +17,10 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from gccomm_launch.bench_report import machine, make_row
+from gccomm_launch.bench_report import make_row
 from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
 from gccomm_launch.bench_ways import Way, codec_way, mpi_ways
-from lab import finish, show, size_and_rounds
+from lab import finish, show_rows, size_and_rounds
 from mpi4py import MPI
 
 import gccomm
@@ -92,9 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = measure(options, stopper)
     except StoppedError:
         return finish("# interrupted", 130)
-    report = {"machine": machine(), "ranks": mpi.size, "rows": rows}
-    heading = f"# {mpi.size} ranks, {report['machine']['mpi']}"
-    return show(options.json, report, [heading, HEADER, *map(line, rows)])
+    return show_rows(options.json, rows, HEADER, line)
 
 
 if __name__ == "__main__":

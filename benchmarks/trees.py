@@ -15,10 +15,10 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from gccomm_launch.bench_report import machine, make_row
+from gccomm_launch.bench_report import make_row
 from gccomm_launch.bench_timing import StoppedError, Stopper, interleaved
 from gccomm_launch.bench_ways import Way
-from lab import add_rounds, finish, show
+from lab import add_rounds, finish, show_rows
 from mpi4py import MPI
 
 import gccomm
@@ -74,16 +74,14 @@ def line(row: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=DESCRIPTION)
     add_rounds(parser, iters=200)
-    options, mpi = parser.parse_args(argv), MPI.COMM_WORLD
-    stopper = Stopper(mpi)
+    options = parser.parse_args(argv)
+    stopper = Stopper(MPI.COMM_WORLD)
     try:
         with stopper.signals(), gccomm.init() as comm:
             rows = measure(options, comm, stopper)
     except StoppedError:
         return finish("# interrupted", 130)
-    report = {"machine": machine(), "ranks": mpi.size, "rows": rows}
-    heading = f"# {mpi.size} ranks, {report['machine']['mpi']}"
-    return show(options.json, report, [heading, HEADER, *map(line, rows)])
+    return show_rows(options.json, rows, HEADER, line)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from gccomm.codecs import get_codec
 from gccomm.kernels import LANES
 from gccomm.lanes import rank_shift
 from gccomm.layout import LeafSpec
-from gccomm.noise import tensor_key
 from gccomm.plan import Plan
 from gccomm.ready import Ready
 from gccomm.running import Running
@@ -221,4 +220,3 @@ def test_ranks_out_of_range_are_refused() -> None:
 def test_a_step_of_another_kind_is_none_to_swap() -> None:
     side = Side(0, 2, normal(1024), "raw")
     assert not side.ready.swap(Agree(1, lambda _out: None), MOST, Context(0, 2, 0))
-    assert tensor_key("", 0) == side.plan.keys[0]

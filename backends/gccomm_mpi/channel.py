@@ -30,8 +30,8 @@ __all__ = ["Channel", "Operation", "cached", "thread_refusal"]
 # Tests before the first yield where all ranks share a host and may have a core each: about 50 us.
 SPINS = 100
 
-# Tests with yields between them before a wait has a clock: 0.1 to 0.5 ms. Where ranks share cores, what one
-# does between two tests is time that the others wait for.
+# Tests with nothing but yields between them before a wait has a clock. Where ranks share cores, what one does
+# between two tests is time that the others wait for.
 QUICK = 100
 
 # A wait this long is for a rank that computes, no longer for the wire: leave it the core.
