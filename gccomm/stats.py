@@ -71,7 +71,7 @@ class Stats:
     messages : int
         Collectives that the call made.
     encode_s, wire_s, decode_s : float
-        Seconds in each.
+        Seconds in each; of blocks that are encoded and decoded in turns, half of them in either.
     host_bytes : int
         Floats that this rank gave to the sums of its host, where hosts add up before they compress.
     codecs : dict of str to int

@@ -90,7 +90,7 @@ class Window:
         self._flags = {at: heads + np.uint64(at) for at in (_POSTED, _SHARED, _FINISHED)}
         self._number = self._shares = self._finished = 0  # of messages, mod 2^32
         self._open: list[Posted] = []  # posted and not finished
-        self._apart = kernels.pool_empty(2 * self.slot_bytes)  # for words that are copied into slots
+        self._apart = kernels.pool_empty(3 * self.slot_bytes)  # for words that are copied into slots
         self._state = self._shared_state()
         self._state_at = kernels.address(self._state)
         self._progress = self._state.view(np.uint8)[_PROGRESS:]

@@ -87,7 +87,7 @@ EXCHANGE = np.dtype(
     + [("times", "<f8", (6,)), ("samples", "<i8", (3,)), ("forced", "<i8")]
     + [(name, "<i8") for name in ("posted", "finished", "event")]
     + [("encode_s", "<f8"), ("decode_s", "<f8")]
-    + [(name, "<u4") for name in ("number", "kept", "apart", "unused")]
+    + [(name, "<u4") for name in ("number", "kept", "apart", "in_turns")]
 )
 """Memory that ranks share, and how far an exchange through it has come; one record.
 
@@ -97,7 +97,7 @@ slots, up, down
     Addresses of tables of addresses: of all ranks' slots, shape (turns, ranks), and of their flags, each a
     uint32: up to which message the rank has posted, and up to which it has finished.
 own
-    Address of memory of this rank alone, of the size of two slots.
+    Address of memory of this rank alone, of the size of three slots.
 slot_bytes, turns, ranks, rank
     Size of a slot, slots of each rank, number of ranks, and this one.
 spins
@@ -106,7 +106,7 @@ times, samples
     0 at first; how long it takes to write slots through the caches and past them.
 forced
     0: slots are written the faster way; 1: through the caches, 2: past them, both by a copy.
-posted, finished, event, kept, apart
+posted, finished, event, kept, apart, in_turns
     0 at first; how many messages this rank has posted and finished, and what comes next.
 encode_s, decode_s
     Seconds spent on that: added to.

@@ -25,7 +25,7 @@ CODECS = [
 SHAPES = [(64 * 1024,), (64 * 1024 + 1,), (3 * 64 * 1024 - 5,), (70, 1000), (130, 513)]
 
 
-@pytest.fixture(params=["timed", "past the caches"])
+@pytest.fixture(params=["timed", "past the caches", "near each other"])
 def comm(world: Any, request: pytest.FixtureRequest) -> Iterator[gccomm.Communicator]:
     if world.size not in (2, 3):
         pytest.skip("only two or three ranks join all data of the others")
@@ -33,8 +33,11 @@ def comm(world: Any, request: pytest.FixtureRequest) -> Iterator[gccomm.Communic
     with gccomm.init("mpi", comm=parent) as made:
         if not made._place.sums_lanes:
             pytest.skip("ranks share no memory")
-        if request.param_index:
-            made._backend._channel.window._state["forced"] = 2
+        state = made._backend._channel.window._state
+        if request.param_index == 1:
+            state["forced"] = 2
+        if request.param_index == 2:
+            state["times"], state["samples"] = 1, 100  # as if either way took as long
         yield made
     parent.Free()
 
@@ -55,6 +58,36 @@ def test_bits_are_those_of_virtual_ranks(comm: gccomm.Communicator, codec: str, 
     expected, _ = simulate(trees, codec)
     found = comm.compressed_allreduce(trees[comm.rank], codec=codec)
     assert all(same(found[key], expected[comm.rank][key]) for key in found)
+
+
+@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("codec", ["uniform", "rotated"])
+@pytest.mark.parametrize("scales", ["agreed", "predicted"])
+def test_encoding_and_decoding_in_turns(
+    world: Any, monkeypatch: pytest.MonkeyPatch, near: bool, codec: str, scales: str
+) -> None:
+    """Lanes of what is not rotated: for ranks near each other, and for all where scales are predicted."""
+    with gccomm.init("mpi", comm=world) as comm:
+        if not comm._place.sums_lanes:
+            pytest.skip("ranks share no memory, or not all join all data")
+        window = comm._backend._channel.window
+        found = []
+
+        def sum_lanes(*arguments: Any) -> tuple[float, float]:
+            window._state["times"], window._state["samples"] = 1 if near else (9, 9, 9, 1, 1, 1), 100
+            seconds = sum_them(*arguments)
+            found.append(bool(window._state["in_turns"][0]))
+            return seconds
+
+        sum_them = window.sum_lanes
+        monkeypatch.setattr(window, "sum_lanes", sum_lanes)
+        reducer = gccomm.Reducer(f"{codec}:scales={scales}", comm=comm, op="sum", error_feedback=False)
+        tree = [draw(comm.rank, (1300, 1024), np.float32), draw(comm.rank, (7,), np.float32)]
+        for _ in range(5):  # the first ones are measured, in another way
+            reducer(tree)
+        expected = codec == "uniform" and (near or scales == "predicted")
+        assert found == [expected] * len(found)
+        assert found
 
 
 @pytest.mark.parametrize("codec", ["uniform:wire_bits=8", "rotated:wire_bits=8"])

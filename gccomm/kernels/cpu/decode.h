@@ -2,6 +2,7 @@
 #pragma once
 #include "encode.h"
 #include "flow.h"
+#include "word_sum.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
@@ -436,49 +437,47 @@ class Decoder {
     float* later_ = nullptr;  // where the block goes whose last pass is left
 };
 
-// The words of a block, of all ranks.
-class WordSum {
+// Decodes the blocks of a batch, one after the other.
+class Decoding {
  public:
-    const u32* of(const DecodeArgs& args, i64 at, int count) {
-        int i = 0;
-        for (; i + kLanes <= count; i += kLanes) store(sum_ + i, sum<U>(args, at + i));
-        for (; i < count; i++) sum_[i] = sum<u32>(args, at + i);
-        return sum_;
+    Decoding(const Batch& batch, const DecodeArgs& args)
+        : args_(args),
+          lo_(batch.lo),
+          cursor_(batch, LaneWords(args.width, args.rotations != 0)),
+          decoder_(args) {}
+
+    // Does the next block; false where there is none.
+    bool next() {
+        Cursor<LaneWords>& c = cursor_;
+        if (!c.next()) return false;
+        const i64 place = c.index - lo_, at = c.word - args_.words.base;
+        u32* check = args_.check == nullptr ? nullptr : args_.check + 2 * place;
+        u32* energy = args_.energy == nullptr ? nullptr : args_.energy + place;
+        const float* ratio = args_.ratios == nullptr ? nullptr : args_.ratios + c.index;
+        const u32* words = args_.parts == nullptr ? args_.words.data + at : sum_.of(args_, at, c.words);
+        decoder_.decode(c.block, args_.scales[c.index], ratio, words, c.words, check, energy);
+        return true;
+    }
+
+    void finish() {
+        decoder_.finish();
+        if (args_.stream) stream_fence();
     }
 
  private:
-    template <class V>
-    GCCOMM_FN V sum(const DecodeArgs& args, i64 at) const {
-        V total = part<V>(args, 0, at);
-        for (i64 r = 1; r < args.ranks; r++) total += part<V>(args, r, at);
-        return total;
-    }
-
-    template <class V>
-    GCCOMM_FN V part(const DecodeArgs& args, i64 rank, i64 at) const {
-        const u32* words = reinterpret_cast<const u32*>(args.parts[rank]) + at;
-        prefetch(words + 2 * kBlock / sizeof(u32));
-        return load<V>(words);
-    }
-
-    alignas(kLineBytes) u32 sum_[kBlock];
+    const DecodeArgs& args_;
+    const i64 lo_;
+    Cursor<LaneWords> cursor_;
+    Decoder decoder_;
+    WordSum sum_;
 };
 
 inline void decode(const Batch& batch, const DecodeArgs& args) {
     const FloatEnvironment environment;
-    Decoder decoder(args);
-    WordSum sum;
-    for (Cursor<LaneWords> c(batch, LaneWords(args.width, args.rotations != 0)); c.next();) {
-        const i64 place = c.index - batch.lo;
-        u32* check = args.check == nullptr ? nullptr : args.check + 2 * place;
-        u32* energy = args.energy == nullptr ? nullptr : args.energy + place;
-        const float* ratio = args.ratios == nullptr ? nullptr : args.ratios + c.index;
-        const i64 at = c.word - args.words.base;
-        const u32* words = args.parts == nullptr ? args.words.data + at : sum.of(args, at, c.words);
-        decoder.decode(c.block, args.scales[c.index], ratio, words, c.words, check, energy);
+    Decoding decoding(batch, args);
+    while (decoding.next()) {
     }
-    decoder.finish();
-    if (args.stream) stream_fence();
+    decoding.finish();
 }
 
 }  // namespace gccomm::GCCOMM_LEVEL

@@ -335,27 +335,58 @@ class Encoder {
     Doubles wide_;
 };
 
-inline void encode(const Batch& batch, const EncodeArgs& args) {
-    const FloatEnvironment environment;
-    Encoder encoder(args);
-    const u32 *left = args.words.data, *end = left;  // what the twin has not yet
-    for (Cursor<LaneWords> c(batch, LaneWords(args.width, args.rotations != 0)); c.next();) {
-        const i64 place = c.index - batch.lo;
-        u32* check = args.check == nullptr ? nullptr : args.check + 2 * place;
-        u32* own = args.maxima == nullptr ? nullptr : args.maxima + place;
-        const float* ratio = args.ratios == nullptr ? nullptr : args.ratios + c.index;
-        u32* words = args.words.data + (c.word - args.words.base);
-        const float gain = args.gains == nullptr ? 1.0f : args.gains[c.index];
+// Encodes the blocks of a batch, one after the other.
+class Encoding {
+ public:
+    Encoding(const Batch& batch, const EncodeArgs& args)
+        : args_(args),
+          lo_(batch.lo),
+          cursor_(batch, LaneWords(args.width, args.rotations != 0)),
+          encoder_(args),
+          left_(args.words.data),
+          end_(left_) {}
+
+    // Does the next block; false where there is none.
+    bool next() {
+        Cursor<LaneWords>& c = cursor_;
+        if (!c.next()) return false;
+        const i64 place = c.index - lo_;
+        u32* check = args_.check == nullptr ? nullptr : args_.check + 2 * place;
+        u32* own = args_.maxima == nullptr ? nullptr : args_.maxima + place;
+        const float* ratio = args_.ratios == nullptr ? nullptr : args_.ratios + c.index;
+        u32* words = args_.words.data + (c.word - args_.words.base);
+        const float gain = args_.gains == nullptr ? 1.0f : args_.gains[c.index];
         for (int i = 0; i < c.words; i += kLineBytes / 4)  // other ranks may have had them last
             __builtin_prefetch(words + 2 * c.words + i, 1, 3);
-        encoder.encode(c.block, args.scales[c.index], ratio, {words, c.words, check, own, gain});
-        end = words + c.words;
+        encoder_.encode(c.block, args_.scales[c.index], ratio, {words, c.words, check, own, gain});
+        end_ = words + c.words;
         // Block by block, so that memory takes it while the next one is encoded.
-        if (args.twin != nullptr) left = stream_lines(left, end, args.twin + (left - args.words.data));
+        if (args_.twin != nullptr) left_ = stream_lines(left_, end_, twin());
+        return true;
     }
-    if (args.twin == nullptr) return;
-    __builtin_memcpy(args.twin + (left - args.words.data), left, sizeof(u32) * static_cast<u64>(end - left));
-    stream_fence();
+
+    void finish() {
+        if (args_.twin == nullptr) return;
+        __builtin_memcpy(twin(), left_, sizeof(u32) * static_cast<u64>(end_ - left_));
+        stream_fence();
+    }
+
+ private:
+    u32* twin() const { return args_.twin + (left_ - args_.words.data); }
+
+    const EncodeArgs& args_;
+    const i64 lo_;
+    Cursor<LaneWords> cursor_;
+    Encoder encoder_;
+    const u32 *left_, *end_;  // what the twin has not yet
+};
+
+inline void encode(const Batch& batch, const EncodeArgs& args) {
+    const FloatEnvironment environment;
+    Encoding encoding(batch, args);
+    while (encoding.next()) {
+    }
+    encoding.finish();
 }
 
 }  // namespace gccomm::GCCOMM_LEVEL

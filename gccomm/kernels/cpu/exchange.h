@@ -18,19 +18,22 @@ namespace gccomm {
 // The slots and flags of all ranks, and how far an exchange has come; mirrors EXCHANGE in table.py.
 struct Exchange {
     std::uint64_t slots, up, down;  // addresses of tables of addresses: slots, shape (turns, ranks); flags
-    std::uint64_t own;              // address of as much memory as two slots have, of this rank alone
+    std::uint64_t own;              // address of as much memory as three slots have, of this rank alone
     std::int64_t slot_bytes, turns, ranks, rank, spins;
     WayTimes times;
     std::int64_t posted, finished, event;  // 0 at first
     double encode_s, decode_s;
-    std::uint32_t number;  // of the last message before
-    std::uint32_t kept;    // a bit for each of two chunks: whether its rotated blocks were kept
-    std::uint32_t apart;   // the same: whether this rank's part is to be read where it was copied from
-    std::uint32_t unused;
+    std::uint32_t number;    // of the last message before
+    std::uint32_t kept;      // a bit for each open chunk: whether its rotated blocks were kept
+    std::uint32_t apart;     // the same: whether this rank's part is to be read where it was copied from
+    std::uint32_t in_turns;  // whether lanes are encoded and decoded block by block in turns
 };
 static_assert(sizeof(Exchange) == 208);
 
-inline std::uint32_t bit_of(std::int64_t chunk) { return 1u << (chunk % 2); }
+constexpr std::int64_t kOpen = 3;   // chunks that have been begun and not finished
+constexpr std::int64_t kNone = -1;  // no chunk
+
+inline std::uint32_t bit_of(std::int64_t chunk) { return 1u << (chunk % kOpen); }
 
 // The messages of an exchange, finished in the order in which they are posted.
 class Messages {
@@ -40,15 +43,19 @@ class Messages {
     // Copies chunk k into a slot.
     void put(std::int64_t k, const void* data, void* slot, std::int64_t nbytes, Way way) {
         ways_.copy(data, slot, nbytes, way);
-        at_.apart = (at_.apart & ~bit_of(k)) | (way == Way::past ? bit_of(k) : 0);
+        written(k, way);
     }
 
-    // The same of one that has been written there, past the caches, along with this rank's own.
-    void written(std::int64_t k) { at_.apart |= bit_of(k); }
+    // Notes how chunk k has been written there without a copy: past the caches, along with this rank's own.
+    void written(std::int64_t k, Way way) {
+        at_.apart = (at_.apart & ~bit_of(k)) | (way == Way::past ? bit_of(k) : 0);
+    }
 
     Way way(std::int64_t nbytes) { return ways_.next(nbytes); }
 
     bool timed() const { return ways_.timed(); }
+
+    bool near() const { return ways_.near(); }
 
     // The slots of all ranks, but for this rank's part, which is read at `own` if it went past the caches.
     const std::uint64_t* parts(const std::uint64_t* slots, std::int64_t k, const void* own) {
@@ -144,7 +151,13 @@ struct LaneJob {
 };
 static_assert(sizeof(LaneJob) == 104);
 
-// The blocks' scales are agreed and their lanes summed, two chunks of blocks on their way.
+// The blocks' scales are agreed and their lanes summed, two or three chunks of blocks on their way.
+//
+// Encoding reads memory and takes arithmetic, decoding writes memory. Both may be done in turns, block by
+// block, so that memory has always something to do: where scales are not agreed, so that what is encoded
+// comes from memory, and for ranks near each other, who share the way to it. The blocks that are rotated have
+// arithmetic enough on either side. Otherwise, where scales are agreed, every second rank does the two in
+// another order than the rest: while one works in its caches, the other has the memory.
 class LaneExchange {
     using Index = std::int64_t;
     using Clock = std::chrono::steady_clock;
@@ -154,29 +167,24 @@ class LaneExchange {
         : at_(at), job_(job), messages_(at), chunks_((job.blocks + job.chunk - 1) / job.chunk) {}
 
     // Returns whether all is done. Four events a chunk: maxima of the next one posted, maxima of this one
-    // agreed, its lanes posted, the lanes of the one before decoded. Where scales are agreed, every second
-    // rank does the last two the other way round: while one works in its caches, the other has the memory.
+    // agreed, its lanes posted, the lanes of one before decoded.
     bool run() {
-        const bool swapped = job_.agree && at_.rank % 2 == 1;
-        for (; at_.event < 4 * (chunks_ + 2); at_.event++) {
-            const Index what = at_.event % 4, k = at_.event / 4 - 1;
-            if (!step(swapped && what >= 2 ? 5 - what : what, k)) return false;
-        }
+        if (at_.event == 0) at_.in_turns = in_turns() ? 1 : 0;
+        const Index behind = at_.in_turns != 0 && !job_.agree ? 2 : 1;
+        for (; at_.event < 4 * (chunks_ + behind + 1); at_.event++)
+            if (!step(at_.event % 4, at_.event / 4 - 1, behind)) return false;
         return true;
     }
 
  private:
-    bool step(Index what, Index k) {
-        switch (what) {
-            case 0:
-                return !job_.agree || k + 1 >= chunks_ || post_maxima(k + 1);
-            case 1:
-                return !job_.agree || !inside(k) || agree(k);
-            case 2:
-                return !inside(k) || post_lanes(k);
-            default:
-                return !inside(k - 1) || decode(k - 1);
-        }
+    bool in_turns() const { return job_.rotations == 0 && (!job_.agree || messages_.near()); }
+
+    bool step(Index what, Index k, Index behind) {
+        if (what == 0) return !job_.agree || k + 1 >= chunks_ || post_maxima(k + 1);
+        if (what == 1) return !job_.agree || !inside(k) || agree(k);
+        if (at_.in_turns != 0) return what == 3 || work(k, k - behind);
+        const bool decodes_first = job_.agree && at_.rank % 2 == 1;
+        return (what == 2) != decodes_first ? work(k, kNone) : work(kNone, k - behind);
     }
 
     bool inside(Index k) const { return k >= 0 && k < chunks_; }
@@ -237,51 +245,74 @@ class LaneExchange {
         return true;
     }
 
-    bool post_lanes(Index k) {
-        void* slot = messages_.free();
-        if (slot == nullptr) return false;
+    // Encodes a chunk and posts its lanes, and decodes another one, where there are such.
+    bool work(Index ahead, Index behind) {
+        const bool encodes = inside(ahead), decodes = inside(behind);
+        void* slot = encodes ? messages_.free() : nullptr;
+        if (encodes && slot == nullptr) return false;
+        const std::uint64_t* slots = decodes ? messages_.arrived() : nullptr;
+        if (decodes && slots == nullptr) return false;
         const auto start = Clock::now();
-        const bool kept = job_.agree && (at_.kept & bit_of(k)) != 0;
-        EncodeArgs args{};
-        args.scales = at_block<const std::uint32_t>(job_.scales, 0);
-        const Index nbytes = (word_count(k) + 1) * Index{sizeof(std::uint32_t)};
-        const Way way = messages_.way(nbytes);
-        void* written = way == Way::direct ? slot : own(k);
-        args.words = words(written, k);
-        args.width = job_.width;
-        args.limit = job_.limit;
-        args.shift = job_.shift;
-        args.rotations = kept ? 0 : job_.rotations;
-        args.maxima = at_block<std::uint32_t>(job_.maxima, first(k));
-        args.subtract = !kept && job_.subtract;
-        args.ahead = job_.agree && job_.rotations == 0 ? 2 * job_.chunk : 0;
-        const bool twice = way == Way::past && !messages_.timed();
-        args.twin = twice ? static_cast<std::uint32_t*>(slot) : nullptr;
-        kernels().encode(kept ? kept_batch(k) : batch(k), args);
-        args.words.data[word_count(k)] = tag(k);
-        if (twice) {
-            args.twin[word_count(k)] = tag(k);
-            messages_.written(k);
-        } else if (way == Way::direct) {
-            at_.apart &= ~bit_of(k);
-        } else {
-            messages_.put(k, written, slot, nbytes, way);
-        }
-        messages_.post();
-        at_.encode_s += since(start);
+        const Sending sending = encodes ? send_to(slot, ahead) : Sending{};
+        const DecodeArgs back = decodes ? decode_args(slots, behind) : DecodeArgs{};
+        if (encodes && decodes)
+            kernels().encode_and_decode(source(ahead), sending.args, batch(behind), back);
+        else if (encodes)
+            kernels().encode(source(ahead), sending.args);
+        else if (decodes)
+            kernels().decode(batch(behind), back);
+        if (encodes) send(sending, ahead);
+        if (decodes) messages_.finish();
+        const double seconds = since(start) / (encodes && decodes ? 2 : 1);
+        if (encodes) at_.encode_s += seconds;
+        if (decodes) at_.decode_s += seconds;
         return true;
     }
 
-    bool decode(Index k) {
-        const std::uint64_t* slots = messages_.arrived();
-        if (slots == nullptr) return false;
-        const auto start = Clock::now();
-        const std::uint64_t* parts = messages_.parts(slots, k, own(k));
-        check_tag(parts, k);
+    // How the lanes of a chunk go into a slot.
+    struct Sending {
+        void *slot, *written;
+        Index nbytes;
+        Way way;
+        EncodeArgs args;
+    };
+
+    Sending send_to(void* slot, Index k) {
+        const Index nbytes = (word_count(k) + 1) * Index{sizeof(std::uint32_t)};
+        const Way way = messages_.way(nbytes);
+        Sending sending{slot, way == Way::direct ? slot : own(k), nbytes, way, {}};
+        EncodeArgs& args = sending.args;
+        args.scales = at_block<const std::uint32_t>(job_.scales, 0);
+        args.words = words(sending.written, k);
+        args.width = job_.width;
+        args.limit = job_.limit;
+        args.shift = job_.shift;
+        args.rotations = kept(k) ? 0 : job_.rotations;
+        args.maxima = at_block<std::uint32_t>(job_.maxima, first(k));
+        args.subtract = !kept(k) && job_.subtract;
+        args.ahead = job_.agree && job_.rotations == 0 ? 2 * job_.chunk : 0;
+        if (way == Way::past && !messages_.timed()) args.twin = static_cast<std::uint32_t*>(slot);
+        return sending;
+    }
+
+    void send(const Sending& s, Index k) {
+        s.args.words.data[word_count(k)] = tag(k);
+        if (s.args.twin != nullptr) {
+            s.args.twin[word_count(k)] = tag(k);
+            messages_.written(k, Way::past);
+        } else if (s.way == Way::direct) {
+            messages_.written(k, Way::direct);
+        } else {
+            messages_.put(k, s.written, s.slot, s.nbytes, s.way);
+        }
+        messages_.post();
+    }
+
+    DecodeArgs decode_args(const std::uint64_t* slots, Index k) {
         DecodeArgs args{};
         args.scales = at_block<const std::uint32_t>(job_.scales, 0);
         args.words = words(nullptr, k);
-        args.parts = parts;
+        args.parts = messages_.parts(slots, k, own(k));
         args.ranks = at_.ranks;
         args.width = job_.width;
         args.limit = job_.limit;
@@ -290,10 +321,8 @@ class LaneExchange {
         args.mean = job_.mean;
         args.stream = job_.stream;
         args.rotations = job_.rotations;
-        kernels().decode(batch(k), args);
-        messages_.finish();
-        at_.decode_s += since(start);
-        return true;
+        check_tag(args.parts, k);
+        return args;
     }
 
     void check_tag(const std::uint64_t* parts, Index k) const {
@@ -304,9 +333,12 @@ class LaneExchange {
             throw std::runtime_error("a tag is wrong: messages of different calls were added");
     }
 
-    // The same over the rotated blocks of the chunk, where they are kept.
-    Batch kept_batch(Index k) {
+    bool kept(Index k) const { return job_.agree && (at_.kept & bit_of(k)) != 0; }
+
+    // The blocks of a chunk: rotated ones, where they are kept.
+    Batch source(Index k) {
         Batch found = batch(k);
+        if (!kept(k)) return found;
         const auto* from = reinterpret_cast<const Segment*>(job_.kept_table) +
                            (found.table - reinterpret_cast<const Segment*>(job_.table));
         const auto before = static_cast<std::uint64_t>(*at_block<const Index>(job_.places, first(k)));
@@ -318,7 +350,7 @@ class LaneExchange {
     }
 
     // Where the words of a chunk that is copied are written first.
-    void* own(Index k) const { return reinterpret_cast<char*>(at_.own) + k % 2 * at_.slot_bytes; }
+    void* own(Index k) const { return reinterpret_cast<char*>(at_.own) + k % kOpen * at_.slot_bytes; }
 
     static double since(Clock::time_point start) {
         return std::chrono::duration<double>(Clock::now() - start).count();

@@ -33,9 +33,8 @@ GCCOMM_FN void flow(Source&& source, const Sink sink, int n) {
     if (i < n) put_part(source, sink, i, n - i);
 }
 
-// Fetches what lies some blocks ahead of a pair at `address`: into the second-level cache, but into the first
-// one, and there alone, for loads that jump about in a block.
-enum class Fetch { first, second, write };
+// Fetches what lies some blocks ahead of a pair at `address`: into the second-level cache, or for writing.
+enum class Fetch { second, write };
 
 template <Fetch where, class Element>
 GCCOMM_FN void fetch_ahead(const Element* address) {
@@ -43,8 +42,6 @@ GCCOMM_FN void fetch_ahead(const Element* address) {
     for (u32 i = 0; i < kPair; i += kLineBytes / sizeof(Element)) {
         if constexpr (where == Fetch::write)
             __builtin_prefetch(ahead + i, 1, 3);
-        else if constexpr (where == Fetch::first)
-            __builtin_prefetch(ahead + i, 0, 0);
         else
             prefetch_second(ahead + i);
     }
@@ -161,7 +158,7 @@ struct ArraySource {
     }
     // The same for coordinates that are not taken in their order, after fetch(), which is.
     GCCOMM_FN Pair at(int i) const { return {Format::load_from(x + i), Format::load_from(x + i + kLanes)}; }
-    GCCOMM_FN void fetch(int i) const { fetch_ahead<Fetch::first>(x + i); }
+    GCCOMM_FN void fetch(int i) const { fetch_ahead<Fetch::second>(x + i); }
     // Fetches what comes later into the second-level cache.
     GCCOMM_FN void fetch_later(i64 i) const { fetch_ahead<Fetch::second>(x + i - kAhead); }
     GCCOMM_FN Pair part(int i, int count) const {

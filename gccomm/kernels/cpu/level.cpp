@@ -13,6 +13,7 @@
 #include "operations.h"
 #include "parts.h"
 #include "rehop.h"
+#include "turns.h"
 
 namespace gccomm::GCCOMM_LEVEL {
 
@@ -22,6 +23,7 @@ const Kernels kernels = {
     maxima,
     encode,
     decode,
+    encode_and_decode,
     hop_encode,
     hop_fold,
     widen_lanes,

@@ -229,6 +229,7 @@ struct Kernels {
     bool (*maxima)(const Batch&, const MaximaArgs&);  // whether no number was subnormal
     void (*encode)(const Batch&, const EncodeArgs&);
     void (*decode)(const Batch&, const DecodeArgs&);
+    void (*encode_and_decode)(const Batch&, const EncodeArgs&, const Batch&, const DecodeArgs&);
     void (*hop_encode)(const Batch&, const HopEncodeArgs&);
     void (*hop_fold)(const Batch&, const HopFoldArgs&);
     void (*widen_lanes)(const Batch&, const WidenArgs&);

@@ -38,8 +38,11 @@ class Ways {
         if (turn < kWarm) return Way::direct;
         timed_ = turn < kWarm + 6 || turn % kPeriod < 2;
         if (timed_) return turn % 2 == 0 ? Way::through : Way::past;
-        return middle(times_.through) > kSlow * middle(times_.past) ? Way::past : Way::direct;
+        return slow() ? Way::past : Way::direct;
     }
+
+    // Whether readers soon have what is in the writer's caches.
+    bool near() const { return times_.past_count >= 3 && !slow(); }
 
     // Whether the next copy is for the clock.
     bool timed() const { return timed_; }
@@ -65,6 +68,8 @@ class Ways {
     static constexpr std::int64_t kWarm = 8;          // messages until all slots have been touched
     static constexpr std::int64_t kPeriod = 128;      // messages, of which two are for the clock
     static constexpr double kSlow = 2;                // readers find what is past the caches later
+
+    bool slow() const { return middle(times_.through) > kSlow * middle(times_.past); }
 
     static double middle(const double (&times)[3]) {
         const auto [least, most] = std::minmax(times[0], times[1]);
