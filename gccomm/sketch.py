@@ -10,18 +10,19 @@ travel too, added up with random signs in a few hundred buckets, whose squares a
 (M. Charikar, K. Chen, M. Farach-Colton, "Finding frequent items in data streams", 2002): where the error is
 as large as the sum, that tells its energy better than what was decoded does, which is the two together.
 
-No matrix product is used: its threads would fight over the cores with those of other ranks.
+What arrays on the host need is in C++, specified by :mod:`gccomm.kernels.reference.sketches`; a measured step
+then takes a few times as long as others.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gccomm import memory
+from gccomm import kernels, memory
+from gccomm.kernels import reference
 from gccomm.layout import BLOCK
 
 if TYPE_CHECKING:
@@ -51,20 +52,6 @@ class Estimate(NamedTuple):
 def chosen(count: int, step: int) -> range:
     """Return which of ``count`` operands are measured in a step: all of a few, one of many, by turns."""
     return range(count) if count <= FEW else range(step % count, step % count + 1)
-
-
-@lru_cache(maxsize=1)
-def _signs() -> npt.NDArray[np.float32]:
-    """Return signs, shape (PROJECTIONS, BLOCK): the same on all ranks and steps, which the noise is not."""
-    bits = np.random.Generator(np.random.Philox(key=0)).integers(0, 2, (PROJECTIONS, BLOCK))
-    return (2 * bits - 1).astype(np.float32)
-
-
-@lru_cache(maxsize=2)
-def _all_signs(blocks: int) -> npt.NDArray[np.int8]:
-    """Return a sign for each coordinate, shape (blocks, BLOCK), the same on all ranks."""
-    bits = np.random.Generator(np.random.Philox(key=1)).integers(0, 2, (blocks, BLOCK), np.int8)
-    return 2 * bits - 1
 
 
 class Sketch:
@@ -149,25 +136,25 @@ class Sketch:
     def _inputs(self) -> npt.NDArray[np.float64]:
         """Return all inputs plus residuals, in buckets by their places in blocks, in units of 2^exponent."""
         x = self.x
-        values = np.ldexp(np.concatenate([x.load(i) for i in range(x.count)]), -self.exponent)
-        rows = self._rows(values, np.arange(x.blocks)) * _all_signs(x.blocks)
-        places: npt.NDArray[np.float64] = rows.sum(axis=0, dtype=np.float64)
+        if x.on_host:
+            places = np.empty(BLOCK)
+            kernels.sum_inputs(x.source, x.count, 0, x.blocks, -self.exponent, kernels.address(places))
+        else:
+            values = np.concatenate([x.load(i) for i in range(x.count)])
+            places = reference.sum_inputs(self._rows(values, np.arange(x.blocks)), -self.exponent)
         sums: npt.NDArray[np.float64] = places.reshape(-1, self.buckets).sum(axis=0)
         return sums
 
     def _projected(self) -> npt.NDArray[np.float64]:
         """Return the projections of errors: the k-th of a block is by the k-th signs."""
-        signs, found = _signs(), np.zeros(len(self.blocks))
-        distinct, first, counts = np.unique(self.blocks, return_index=True, return_counts=True)
-        x = self.x
+        x, found, address = self.x, np.empty(len(self.blocks)), kernels.address
         errors = np.asarray(self.errors) if self.lent else np.concatenate([x.left(i) for i in range(x.count)])
-        rows = self._rows(errors, distinct)
-        for k in range(min(int(counts.max()), 8)):
-            mine = counts > k
-            found[first[mine] + k] = np.einsum("ij,j->i", rows[mine], signs[k])
-        for i in np.flatnonzero(counts > 8).tolist():
-            at, count = int(first[i]), int(counts[i])
-            found[at + 8 : at + count] = np.einsum("ij,j->i", signs[8:count], rows[i])
+        if x.on_host:
+            where = address(self.starts), address(x.lengths), address(self.blocks), len(found), address(found)
+            kernels.project_errors(address(errors), errors.dtype == np.float64, *where)
+            return found
+        among = np.arange(len(found)) - np.searchsorted(self.blocks, self.blocks)
+        found[:] = reference.project_errors(self._rows(errors, self.blocks), among)
         return found
 
     def _rows(self, values: npt.NDArray[Any], blocks: npt.NDArray[np.int64]) -> npt.NDArray[Any]:

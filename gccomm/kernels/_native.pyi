@@ -375,6 +375,30 @@ def share_energies(own: int, energy: int, scales: int, blocks: int, wide: bool, 
         There is a negative number of blocks, or no rank.
     """
 
+def project_errors(
+    errors: int, wide: bool, starts: int, lengths: int, blocks: int, count: int, out: int
+) -> None:
+    """Write the projections, by random signs, of blocks of errors.
+
+    `errors` is the address of float32 or (`wide`) float64 values, of which block b has ``lengths[b]`` from
+    ``starts[b]`` on (int64). `blocks` names `count` blocks in ascending order (int64), the k-th time that one
+    is named for the k-th signs; `out` gets a float64 each.
+
+    Raises
+    ------
+    ValueError
+        There is a negative number of projections.
+    """
+
+def sum_inputs(table: int, nseg: int, lo: int, hi: int, power: int, out: int) -> None:
+    """Add up blocks, residuals included, with random signs, times 2^power: 1024 float64 at the address `out`.
+
+    Raises
+    ------
+    ValueError
+        A number is negative that must not be, or `power` is outside -2000 ... 2000.
+    """
+
 def choose_steps(
     table: int,
     nseg: int,

@@ -1,4 +1,4 @@
-// The functions of checked headroom, for Python.
+// The functions of checked headroom and of the measured error, for Python.
 #include "bind.h"
 #include "dispatch.h"
 
@@ -42,6 +42,19 @@ void learn_energies(Address table, Index segments, Index blocks, Address scales,
                               pointer<const std::uint8_t>(redone), unit, noise, part, pointer<Learnt>(out)});
 }
 
+void project_errors(Address errors, bool wide, Address starts, Address lengths, Address blocks, Index count,
+                    Address out) {
+    require(count >= 0, "count must not be negative");
+    kernels().project_errors({pointer<const void>(errors), wide, pointer<const Index>(starts),
+                              pointer<const Index>(lengths), pointer<const Index>(blocks), count,
+                              pointer<double>(out)});
+}
+
+void sum_inputs(Address table, Index segments, Index lo, Index hi, int power, Address out) {
+    require(power >= -2000 && power <= 2000, "power outside -2000 ... 2000");
+    kernels().sum_inputs(batch(table, segments, lo, hi), power, pointer<double>(out));
+}
+
 }  // namespace
 
 void bind_headroom(nanobind::module_& m) {
@@ -55,6 +68,9 @@ void bind_headroom(nanobind::module_& m) {
           Released());
     m.def("learn_energies", &learn_energies, "table"_a, "nseg"_a, "blocks"_a, "scales"_a, "steps"_a,
           "energies"_a, "energy"_a, "redone"_a, "unit"_a, "noise"_a, "part"_a, "out"_a, Released());
+    m.def("project_errors", &project_errors, "errors"_a, "wide"_a, "starts"_a, "lengths"_a, "blocks"_a,
+          "count"_a, "out"_a, Released());
+    m.def("sum_inputs", &sum_inputs, "table"_a, "nseg"_a, "lo"_a, "hi"_a, "power"_a, "out"_a, Released());
 }
 
 }  // namespace gccomm

@@ -13,6 +13,7 @@
 #include "operations.h"
 #include "parts.h"
 #include "rehop.h"
+#include "sketch.h"
 #include "turns.h"
 
 namespace gccomm::GCCOMM_LEVEL {
@@ -51,6 +52,8 @@ const Kernels kernels = {
     choose_steps,
     sum_spans,
     learn_energies,
+    project_errors,
+    sum_inputs,
     stream_copy,
 };
 

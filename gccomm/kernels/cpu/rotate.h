@@ -184,7 +184,9 @@ struct alignas(kLineBytes) Signs {
     void set(const Block& b, int rotation) {
         const Segment& s = *b.segment;
         const BlockKey key = block_key(s.sign0, s.sign1, static_cast<u32>(b.number));
-        const u32 first = static_cast<u32>(kBlock + 32 * rotation);
+        set(key, static_cast<u32>(kBlock + 32 * rotation));
+    }
+    void set(BlockKey key, u32 first) {
         for (u32 j = 0; j < 32; j += kLanes)
             store(words + j, sign_word((iota() + (first + j)) * kGolden + key.k0, key.k1));
     }

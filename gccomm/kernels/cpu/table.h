@@ -142,6 +142,17 @@ struct ChunkArgs {
     double* out;  // one a chunk
 };
 
+// Blocks of errors, one behind the other, and which of them are multiplied by random signs: in ascending
+// order, the k-th time that a block is named by the k-th signs.
+struct ProjectionArgs {
+    const void* errors;
+    bool wide;  // float64
+    const std::int64_t *starts, *lengths;
+    const std::int64_t* blocks;
+    std::int64_t count;
+    double* out;  // one each
+};
+
 // Predicted scales of blocks, and the counters that say what they were worth.
 struct CounterArgs {
     const std::uint32_t *own, *scales;  // this rank's maxima; what was predicted
@@ -257,6 +268,8 @@ struct Kernels {
     void (*choose_steps)(const Batch&, const StepArgs&);
     std::int64_t (*sum_spans)(const SpanArgs&);  // how many are not as expected
     void (*learn_energies)(const Batch&, const LearnArgs&);
+    void (*project_errors)(const ProjectionArgs&);
+    void (*sum_inputs)(const Batch&, int power, double* out);  // one a place in a block
     void (*stream_copy)(const void* from, void* to, std::int64_t nbytes);
 };
 

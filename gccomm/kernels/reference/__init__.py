@@ -56,6 +56,7 @@ from gccomm.kernels.reference.scales import (
     usable,
     widen,
 )
+from gccomm.kernels.reference.sketches import project_errors, sum_inputs
 
 __all__ = [
     "Encoded",
@@ -100,12 +101,14 @@ __all__ = [
     "pack",
     "padded",
     "predict_scales",
+    "project_errors",
     "quantise",
     "rotate",
     "saturating_add",
     "share_energies",
     "sign_words",
     "split_scale",
+    "sum_inputs",
     "sum_spans",
     "unpack",
     "unrotate",
