@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gccomm import kernels, memory
-from gccomm.kernels import reference
+from gccomm.kernels import DTYPE_CODES
 from gccomm.layout import BLOCK
 
 if TYPE_CHECKING:
@@ -86,10 +86,14 @@ class Sketch:
 
     def _lend(self) -> None:
         """Let encoding leave its errors here, as if they were residuals."""
-        x, item, base = self.x, self.errors.dtype.itemsize, memory.address(self.errors)
-        for i, (geometry, segment) in enumerate(zip(x.geometries, x.segments, strict=True)):
-            inside = int(self.starts[x.bounds[i]]) - geometry.offset(segment.start)
-            x.table["res_out"][i] = np.uint64((base + item * inside) % (1 << 64))
+        self.x.table["res_out"] = self._addresses(self.errors)
+
+    def _addresses(self, values: Any) -> npt.NDArray[np.uint64]:
+        """Return where each tensor would begin whose blocks lie in an array, one behind the other."""
+        x, item, base = self.x, values.dtype.itemsize, memory.address(values)
+        places = zip(x.bounds, x.geometries, x.segments, strict=False)
+        inside = [int(self.starts[bound]) - geometry.offset(s.start) for bound, geometry, s in places]
+        return np.array([(base + item * n) % (1 << 64) for n in inside], np.uint64)
 
     def give_back(self) -> None:
         """Stop that."""
@@ -136,12 +140,14 @@ class Sketch:
     def _inputs(self) -> npt.NDArray[np.float64]:
         """Return all inputs plus residuals, in buckets by their places in blocks, in units of 2^exponent."""
         x = self.x
-        if x.on_host:
-            places = np.empty(BLOCK)
-            kernels.sum_inputs(x.source, x.count, 0, x.blocks, -self.exponent, kernels.address(places))
-        else:
+        places, table = np.empty(BLOCK), x.table
+        if not x.on_host:
             values = np.concatenate([x.load(i) for i in range(x.count)])
-            places = reference.sum_inputs(self._rows(values, np.arange(x.blocks)), -self.exponent)
+            table = table.copy()
+            table["src"], table["res_in"], table["res_out"] = self._addresses(values), 0, 0
+            table["dtype"] = DTYPE_CODES[values.dtype.name]
+        source = x.source if x.on_host else kernels.address(table)
+        kernels.sum_inputs(source, x.count, 0, x.blocks, -self.exponent, kernels.address(places))
         sums: npt.NDArray[np.float64] = places.reshape(-1, self.buckets).sum(axis=0)
         return sums
 
@@ -149,23 +155,9 @@ class Sketch:
         """Return the projections of errors: the k-th of a block is by the k-th signs."""
         x, found, address = self.x, np.empty(len(self.blocks)), kernels.address
         errors = np.asarray(self.errors) if self.lent else np.concatenate([x.left(i) for i in range(x.count)])
-        if x.on_host:
-            where = address(self.starts), address(x.lengths), address(self.blocks), len(found), address(found)
-            kernels.project_errors(address(errors), errors.dtype == np.float64, *where)
-            return found
-        among = np.arange(len(found)) - np.searchsorted(self.blocks, self.blocks)
-        found[:] = reference.project_errors(self._rows(errors, self.blocks), among)
+        where = address(self.starts), address(x.lengths), address(self.blocks), len(found), address(found)
+        kernels.project_errors(address(errors), errors.dtype == np.float64, *where)
         return found
-
-    def _rows(self, values: npt.NDArray[Any], blocks: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Return the values of blocks, shape (blocks, BLOCK), zeros behind the short ones."""
-        lengths, starts = self.x.lengths[blocks], self.starts[blocks]
-        rows = np.zeros((len(blocks), BLOCK), dtype=values.dtype)
-        full = lengths == BLOCK
-        rows[full] = values[starts[full][:, None] + np.arange(BLOCK)]
-        for k in np.flatnonzero(~full).tolist():
-            rows[k, : lengths[k]] = values[starts[k] : starts[k] + lengths[k]]
-        return rows
 
     def noise(self) -> Estimate:
         """Return the squared error of the operand's sum, from the summed words."""

@@ -35,7 +35,7 @@ class Shared:
         self.flags = np.zeros((2, RANKS, FLAG_BYTES), np.uint8)
         tables = [np.array([[kernels.address(s) for s in turn] for turn in self.slots], np.uint64)]
         tables += [np.array([kernels.address(f) for f in kind], np.uint64) for kind in self.flags]
-        self.own = np.zeros((RANKS, 2 * SLOT_BYTES), np.uint8)
+        self.own = np.zeros((RANKS, 3 * SLOT_BYTES), np.uint8)
         self.alive, self.records = tables, np.zeros(RANKS, EXCHANGE)
         for rank, record in enumerate(self.records):
             record["slots"], record["up"], record["down"] = map(kernels.address, tables)

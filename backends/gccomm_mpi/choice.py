@@ -64,7 +64,8 @@ class Chooser:
     def __init__(self, fixed: str | None = None) -> None:
         self.trials: dict[tuple[str, int], _Trial] = {}
         self.fixed = fixed
-        self.pace = 0.0  # bytes a second, each way, of the best large sum that was timed
+        self.pace = 0.0  # bytes a second, each way, of the best of the largest sums that were timed
+        self._paced = 0  # bits of their size
         self._tells = os.environ.get("GCCOMM_VERBOSE", "0") not in ("", "0")
 
     def settled(self, kind: str, nbytes: int, names: Sequence[str]) -> str | None:
@@ -107,12 +108,18 @@ class Chooser:
             land(_maximum(link, slowest))
             if kind.startswith("large") and nbytes >= LEAST_TIMED:
                 travels = 2 * (link.comm.size - 1) / link.comm.size * nbytes
-                self.pace = max(self.pace, travels / float(slowest.min()))
+                self._time(nbytes.bit_length(), travels / float(slowest.min()))
             trial.chosen = self._fastest(trial.names, slowest, kind)
             trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
             if self._tells and link.comm.rank == 0:
                 with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not break the call
                     print(f"gccomm: {_line((kind, nbytes.bit_length()), trial)}", file=sys.stderr, flush=True)
+
+    def _time(self, bits: int, pace: float) -> None:
+        """Note how fast sums of a class of sizes were. Of smaller ones links may let more pass in a burst."""
+        if bits >= self._paced:
+            self.pace = pace if bits > self._paced else max(pace, self.pace)
+            self._paced = bits
 
     def _fastest(self, names: Sequence[str], seconds: npt.NDArray[np.float64], kind: str) -> str:
         """Return the first algorithm, or the fastest of those that are clearly faster."""
@@ -135,7 +142,7 @@ class Chooser:
 
     @property
     def slow(self) -> bool:
-        """Whether large sums were timed, and links are slow."""
+        """Whether large sums were timed, and the largest say that links are slow."""
         return 0 < self.pace < SLOW_LINK
 
     def table(self) -> list[str]:

@@ -38,6 +38,7 @@ SLOTS = 4
 SLOT_BYTES = (1 << 20) + (1 << 16)  # words of a piece in lanes of 16 bits, with check words
 MOST_BYTES = 512 << 20  # of all ranks of a host together
 CHUNK_BYTES = 256 << 10  # of data that are copied into a slot
+OPEN = 3  # chunks of words that are on their way at once
 FEW_RANKS = 3  # up to which each joins all data of the others
 COPIED_BYTES = 16 << 10  # up to which few ranks copy data into their slots
 SHARED_BYTES = 64 << 10  # from here on more ranks join one share each
@@ -90,7 +91,8 @@ class Window:
         self._flags = {at: heads + np.uint64(at) for at in (_POSTED, _SHARED, _FINISHED)}
         self._number = self._shares = self._finished = 0  # of messages, mod 2^32
         self._open: list[Posted] = []  # posted and not finished
-        self._apart = kernels.pool_empty(3 * self.slot_bytes)  # for words that are copied into slots
+        spare = OPEN if self._size <= FEW_RANKS else 0
+        self._apart = kernels.pool_empty(self.slot_bytes * spare)  # for words that are copied into slots
         self._state = self._shared_state()
         self._state_at = kernels.address(self._state)
         self._progress = self._state.view(np.uint8)[_PROGRESS:]

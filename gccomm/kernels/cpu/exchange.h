@@ -30,7 +30,7 @@ struct Exchange {
 };
 static_assert(sizeof(Exchange) == 208);
 
-constexpr std::int64_t kOpen = 3;   // chunks that have been begun and not finished
+constexpr std::int64_t kOpen = 3;   // chunks at most that have been begun and not finished: OPEN in window.py
 constexpr std::int64_t kNone = -1;  // no chunk
 
 inline std::uint32_t bit_of(std::int64_t chunk) { return 1u << (chunk % kOpen); }

@@ -41,8 +41,11 @@ class Ways {
         return slow() ? Way::past : Way::direct;
     }
 
-    // Whether readers soon have what is in the writer's caches.
-    bool near() const { return times_.past_count >= 3 && !slow(); }
+    // Whether both ways are known, and readers soon have what is in the writer's caches.
+    bool near() const {
+        const bool timed = times_.through_count >= 3 && times_.past_count >= 3;
+        return times_.forced == 0 && timed && !slow();
+    }
 
     // Whether the next copy is for the clock.
     bool timed() const { return timed_; }
