@@ -85,6 +85,8 @@ class Batch:
         The functions on blocks of :mod:`gccomm.kernels`, where the tensors lie.
     clamps : int
         Coordinates of all ranks that a predicted scale clamped.
+    lost : bool
+        Blocks became NaN though their scale, which was predicted, is finite.
     inputs : array of table.SEGMENT
         Where the kernels read: the table itself, but where hosts add up inputs before.
     """
@@ -119,7 +121,7 @@ class Batch:
         self.direct: tuple[str, Buffer, Buffer] | None = None  # dtype, input, result: one range of one array
         self.keys: npt.NDArray[np.uint32] = np.zeros((self.count, 2), dtype=np.uint32)
         self.ranks = 1
-        self.clamps = 0
+        self.clamps, self.lost = 0, False
         self.alive: Any = None  # arrays that only this operand refers to
         self.rotated: Any = None  # what describes its blocks when they are rotated, and where they lie
         self.forget()
@@ -127,7 +129,7 @@ class Batch:
 
     def forget(self) -> None:
         """Let go of what belongs to one call."""
-        self.overflows, self.direct, self.clamps = {}, None, 0
+        self.overflows, self.direct, self.clamps, self.lost = {}, None, 0, False
         self.samples: list[Sample] = []
         self.sketch: Sketch | None = None
         self.inputs, self.source = self.table, self.address
@@ -186,9 +188,10 @@ class Batch:
         """How many spans each segment reaches into."""
         return [-(-(s.start + s.blocks) // SPAN) - s.start // SPAN for s in self.segments]
 
-    def report(self, clamps: int = 0) -> None:
-        """Count clamped coordinates of all ranks."""
+    def report(self, clamps: int = 0, *, lost: bool = False) -> None:
+        """Count clamped coordinates of all ranks, and note whether blocks were lost to inf or NaN."""
         self.clamps += clamps
+        self.lost |= lost
 
     # Small tensors in two words a coordinate
 

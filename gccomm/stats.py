@@ -28,7 +28,8 @@ class Measured:
 
     def take(self, x: Operand) -> None:
         """Take in what an operand's encoding and decoding left behind."""
-        if x.sketch is not None and x.samples and not x.clamps:  # the sketch sees no clamping
+        blind = x.clamps > 0 or x.lost  # to which the sketch is
+        if x.sketch is not None and x.samples and not blind:
             self._taken.append((x, list(x.samples), x.sketch))
 
     def add(self, other: Measured) -> None:

@@ -224,9 +224,11 @@ class _Sums:
         x.decode(lo, hi, words, self.scales, self.width, self.limit, self.ctx)
         self._add_energies(lo, hi, words[:end])
         self.counts[ends] = words[end:].reshape(-1, TAIL)
-        x.report(clamps=int(self.counts[ends, 0].sum()))
-        for i in (ends.start + np.flatnonzero(self.counts[ends, 1])).tolist():
-            if i not in self.agreed:  # the scale is finite, and so is what was written
+        bad = (ends.start + np.flatnonzero(self.counts[ends, 1])).tolist()
+        lost = [i for i in bad if i not in self.agreed]
+        x.report(clamps=int(self.counts[ends, 0].sum()), lost=bool(lost))
+        for i in bad:
+            if i in lost:  # the scale is finite, and so is what was written
                 size = int(x.lengths[x.bounds[i] : x.bounds[i + 1]].sum())
                 x.store(i, np.full(size, np.nan, dtype=np.float64 if x.float64 else np.float32))
                 restore(x, i)

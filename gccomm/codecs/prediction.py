@@ -195,7 +195,8 @@ class _Predicted:
             raise BackendError(msg + "on the way")
         if self.worst < CLAMPED:
             return self.scales
-        x.report(clamps=int(tail[-x.count :].sum(dtype=np.int64)))
+        clamps = int(tail[-x.count :].sum(dtype=np.int64))
+        x.report(clamps=clamps, lost=self.worst == NONFINITE)
         return np.where(self.intervals == NONFINITE, np.uint32(0x7FF80000), self.scales).astype(np.uint32)
 
     def _restore(self, scales: Words) -> None:
