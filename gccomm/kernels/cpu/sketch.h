@@ -19,7 +19,7 @@ GCCOMM_FN double negated(double x, u32 top) {
     return double_of(__builtin_bit_cast(u64, x) ^ (static_cast<u64>(top) << 32));
 }
 
-// The top bit where coordinate i + k is negated; all of a loop of k up to 16 lie in one word of 32 each.
+// The top bit where coordinate i + k is negated; both must lie in one run of 32 coordinates.
 GCCOMM_FN u32 top_bit(const Signs& signs, int i, int k) {
     return (signs.words[(i & 31) + k] << (31 - (i >> 5))) & 0x80000000u;
 }
