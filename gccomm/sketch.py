@@ -10,8 +10,8 @@ travel too, added up with random signs in a few hundred buckets, whose squares a
 (M. Charikar, K. Chen, M. Farach-Colton, "Finding frequent items in data streams", 2002): where the error is
 as large as the sum, that tells its energy better than what was decoded does, which is the two together.
 
-The projections are made in C++, specified by :mod:`gccomm.kernels.reference.sketches`; what lies on a device is
-read by the host.
+The projections are made in C++, specified by :mod:`gccomm.kernels.reference.sketches`; what lies on a
+device is read by the host.
 """
 
 from __future__ import annotations
