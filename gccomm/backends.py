@@ -77,16 +77,16 @@ class Backend(Protocol):
     come before that sum), and the sum from there to elsewhere; and ``begin(kind, send, recv)`` and
     ``end(handle)``: a reduction ("words", "maximum" or a `FloatName`), begun and completed in the same order
     on all ranks, of which two are on their way at a time (handle None: it is complete); ``go_on()`` lets
-    these go on where the host waits for a device, and returns whether there are any. Where its ``sums_lanes``
-    is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a `gccomm.kernels.LANES` record
-    says, and returns the seconds of encoding and of decoding, and float sums may be of 64 times as many
-    numbers as elsewhere. With ``call_bytes`` above 0 ``sum_call(job)`` makes a whole call by itself, as a
-    `gccomm.kernels.CALL` record says, with the messages of `maximum` and of ``sum_lanes`` or `sum_floats`,
-    which are of so many bytes of floats, and returns whether all ranks have made that call, and the same
-    seconds; with ``swap_bytes`` above 0 it does so of one tensor of at most so many bytes, in the first
-    message of the call, and takes ``sum_lanes`` of such. With ``first_words`` above 0 it takes the maximum or
-    sum of up to so many words where ranks hold different numbers of them, and reduces those that all hold:
-    first messages of calls may then be that long.
+    these go on where the host waits for a device or codecs compute, and returns whether there are any. Where
+    its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a
+    `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding, and float sums
+    may be of 64 times as many numbers as elsewhere. With ``call_bytes`` above 0 ``sum_call(job)`` makes a
+    whole call by itself, as a `gccomm.kernels.CALL` record says, with the messages of `maximum` and of
+    ``sum_lanes`` or `sum_floats`, which are of so many bytes of floats, and returns whether all ranks have
+    made that call, and the same seconds; with ``swap_bytes`` above 0 it does so of one tensor of at most so
+    many bytes, in the first message of the call, and takes ``sum_lanes`` of such. With ``first_words`` above
+    0 it takes the maximum or sum of up to so many words where ranks hold different numbers of them, and
+    reduces those that all hold: first messages of calls may then be that long.
     ``slow_links`` tells whether this rank has found that links between hosts are slow beside what a piece
     costs otherwise; others need not have found the same.
 

@@ -6,7 +6,7 @@ What needs no codec's arithmetic is here: where blocks and words lie, pairs of w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ __all__ = ["CUT_BLOCKS", "Batch", "Sample", "segment_table"]
 
 CUT_BLOCKS = 1024  # operands of whole tensors are summed so many blocks at a time
 CUT_ROOM = (BLOCK + 40) * CUT_BLOCKS
+PORTION = 128  # blocks that each thread of a kernel does, before what is on its way goes on
 
 
 def segment_table(segments: Sequence[Range], specs: Sequence[LeafSpec]) -> npt.NDArray[np.void]:
@@ -89,6 +90,8 @@ class Batch:
         Blocks became NaN though their scale, which was predicted, is finite.
     inputs : array of table.SEGMENT
         Where the kernels read: the table itself, but where hosts add up inputs before.
+    meanwhile : callable or None
+        What kernels of lanes call after every `PORTION` blocks, where other pieces are on a slow link.
     """
 
     def __init__(
@@ -133,6 +136,18 @@ class Batch:
         self.samples: list[Sample] = []
         self.sketch: Sketch | None = None
         self.inputs, self.source = self.table, self.address
+        self.meanwhile: Callable[[], object] | None = None
+
+    def portions(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
+        """Yield the blocks, from and to, that kernels do at a time."""
+        if self.meanwhile is None:
+            yield lo, hi
+            return
+        portion = PORTION * kernels.threads()
+        for low in range(lo, hi, portion):
+            if low > lo:
+                self.meanwhile()
+            yield low, min(low + portion, hi)
 
     def read_from(self, table: Any) -> None:
         """Read inputs by another table of the same segments for the rest of the call."""

@@ -35,6 +35,11 @@ def _address(array: Buffer | None) -> int:
     return 0 if array is None else kernels.address(array)
 
 
+def _behind(address: int, count: int) -> int:
+    """Return the address of the words behind ``count`` others; 0 where there is no array."""
+    return address + 4 * count if address else 0
+
+
 class Operand(Batch):
     """Blocks of tensors that share codec and op, with the kernels that lane codecs compute by.
 
@@ -93,8 +98,27 @@ class Operand(Batch):
 
         The energy is the sum of rint(|y| 1024 / M)^2, M the block's own maximum.
         """
-        end, where = self.blocks if hi is None else hi, _address(energy)
-        self.kernels.maxima(self.source, self.count, lo, end, kernels.address(out), where, rotations)
+        self._maxima(lo, self.blocks if hi is None else hi, out, energy, rotations)
+
+    def _maxima(
+        self,
+        lo: int,
+        hi: int,
+        out: Words,
+        energy: Words | None,
+        rotations: int,
+        kept: tuple[int, npt.NDArray[np.int64]] | None = None,
+    ) -> bool:
+        """Do that, and keep rotated blocks from an address on, in places; return whether they are kept."""
+        scales, energies, whole = kernels.address(out), _address(energy), True
+        for low, high in self.portions(lo, hi):
+            at = scales + 4 * (low - lo), _behind(energies, low - lo)
+            where: tuple[int, ...] = ()
+            if kept is not None:
+                address, places = kept
+                where = address + 4 * int(places[low] - places[lo]), kernels.address(places)
+            whole &= bool(self.kernels.maxima(self.source, self.count, low, high, *at, rotations, *where))
+        return whole
 
     def rotate(self, out: Words, energy: Words | None, rotations: int) -> Operand:
         """Do what :meth:`maxima` does, and return the operand whose :meth:`encode` gives the words of rotated
@@ -106,9 +130,8 @@ class Operand(Batch):
         if self.rotated is None:
             self.rotated = self._twin(self.codec.carried(self.lengths))
         kept = kernels.pool_empty(4 * int(self.rotated[2][-1]))
-        places = kernels.address(self.rotated[2])  # coordinates before each block
-        where = kernels.address(out), _address(energy), rotations, kernels.address(kept), places
-        if not self.kernels.maxima(self.source, self.count, 0, self.blocks, *where):
+        places = self.rotated[2]  # coordinates before each block
+        if not self._maxima(0, self.blocks, out, energy, rotations, (kernels.address(kept), places)):
             return self
         made, _ = self.rotated_blocks(kernels.address(kept))
         made.alive = kept
@@ -129,7 +152,7 @@ class Operand(Batch):
         table["src"] = offsets + np.uint64(address)
         table["dtype"] = DTYPE_CODES["float32"]
         table["res_in"] = table["res_out"] = 0
-        made.keys = self.keys
+        made.keys, made.meanwhile = self.keys, self.meanwhile
         return made, places
 
     def _twin(
@@ -209,26 +232,13 @@ class Operand(Batch):
         with ``subtract`` residuals leave out the rank's share of the dither, as :meth:`decode` does; ``base``
         is :meth:`base` of another lane width.
         """
-        self.kernels.encode(
-            self.source,
-            self.count,
-            lo,
-            hi,
-            kernels.address(scales),
-            kernels.address(out),
-            int(self.offsets[lo]) if base is None else base,
-            width,
-            limit,
-            ctx.shift,
-            _address(check),
-            clamp,
-            _address(ratios),
-            rotations,
-            _address(maxima),
-            subtract=subtract,
-            grid=_address(grid),
-            gains=_address(gains),
-        )
+        place = int(self.offsets[lo]) if base is None else base
+        words, factors, checks, own = (_address(a) for a in (out, ratios, check, maxima))
+        how = {"subtract": subtract, "grid": _address(grid), "gains": _address(gains)}
+        lanes = kernels.address(scales), words, place, width, limit, ctx.shift
+        for low, high in self.portions(lo, hi):
+            at = _behind(checks, 2 * (low - lo)), clamp, factors, rotations, _behind(own, low - lo)
+            self.kernels.encode(self.source, self.count, low, high, *lanes, *at, **how)
         if self.sketch is not None and base is None and hi == self.blocks:
             self.sketch.project(scales, 65536 / limit if ratios is None else ratios, width)
 
@@ -256,27 +266,14 @@ class Operand(Batch):
         keeps = energy is None and (ctx.measure or self.sketch is not None)
         if keeps:
             energy = np.empty(hi - lo, dtype=np.uint32)
-        self.kernels.decode(
-            self.address,
-            self.count,
-            lo,
-            hi,
-            kernels.address(scales),
-            kernels.address(words),
-            int(self.offsets[lo]) if base is None else base,
-            width,
-            limit,
-            ctx.divisor,
-            subtract,
-            self.mean,
-            ctx.stream,
-            _address(check),
-            _address(energy),
-            _address(ratios),
-            rotations,
-            offset,
-            ctx.size,
-        )
+        place = int(self.offsets[lo]) if base is None else base
+        lanes = kernels.address(scales), kernels.address(words), place, width, limit
+        how = ctx.divisor, subtract, self.mean, ctx.stream
+        checks, energies, factors = _address(check), _address(energy), _address(ratios)
+        for low, high in self.portions(lo, hi):
+            at = _behind(checks, 2 * (low - lo)), _behind(energies, low - lo)
+            rest = factors, rotations, offset, ctx.size
+            self.kernels.decode(self.address, self.count, low, high, *lanes, *how, *at, *rest)
         if keeps:
             assert energy is not None
             steps = 65536 / limit if ratios is None else ratios[lo:hi]

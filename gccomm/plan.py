@@ -5,7 +5,7 @@ Per call only pointers and noise keys are filled in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -195,6 +195,11 @@ class Plan:
             columns["sign0"][:], columns["sign1"][:] = both[:, 0], both[:, 1]
             columns["key0"][:], columns["key1"][:] = own[:, 0], own[:, 1]
             self._step = step
+
+    def let_go_on(self, meanwhile: Callable[[], object] | None) -> None:
+        """Have kernels of lanes call a function now and then, for the rest of the call."""
+        for x in self.operands:
+            x.meanwhile = meanwhile
 
     def _share(self, keys: npt.NDArray[np.uint32]) -> None:
         """Give every operand its segments' shared keys."""

@@ -299,6 +299,8 @@ class Attempt:
         own = self.place.rank if hosts is None else hosts.host  # whose noise, where ranks have their own
         plan.bind(self.reduction.step, own, src, dst, (res_in, res_out))
         self._direct(plan)
+        if self.place.links.slow and self._devices is None and len(plan.pieces) > 1:
+            plan.let_go_on(self.place.go_on)
         context = self.context = Context(
             self.place.rank,
             self.place.size,

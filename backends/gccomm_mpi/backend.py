@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy.typing as npt
@@ -177,9 +178,15 @@ class MpiBackend(OnChannel):
             channel.window.finish(handle)
 
     def go_on(self) -> bool:
-        """Let reductions on their way go on, without waiting; return whether there are any."""
-        self._channel.go_on()
-        return bool(self._channel.flights)
+        """Let reductions on their way go on, without waiting, here and on ranks that share this one's core;
+        return whether there are any.
+        """
+        with self._operation("reductions on their way", None) as channel:
+            if not channel.flights:
+                return False
+            channel.go_on()
+        os.sched_yield()
+        return True
 
     def sum_floats(self, send: Array, recv: Array, dtype: FloatName, /) -> None:
         """Write the sum of `send` over the ranks to `recv`; its order depends on size and library.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ from gccomm_mpi.messages import _LARGE, _STREAMS, _SWAPS, ALGORITHMS, LONG_BYTES
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
 from gccomm_mpi.ring import SEGMENT_BYTES
 
+import gccomm
+
 pytestmark = pytest.mark.usefixtures("several")
 
 
@@ -45,6 +48,29 @@ def channel(world: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     handle = gccomm_mpi.connect(parent)
     yield handle._channel
     handle.close()
+    parent.Free()
+
+
+def test_what_was_begun_goes_on_without_a_wait(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where codecs compute meanwhile; on no rank does it need the call that completes it."""
+    monkeypatch.setenv("GCCOMM_WINDOW", "0")
+    monkeypatch.setenv("GCCOMM_ALLREDUCE", "ring")  # or the first ones are tried, each to its end
+    parent = world.Dup()
+    handle = gccomm_mpi.connect(parent)
+    words, sums = np.full((2, 150_000), world.rank + 1, np.uint32), np.zeros((2, 150_000), np.uint32)
+    assert handle.go_on() is False
+    begun = [handle.begin("words", *pair) for pair in zip(words, sums, strict=True)]
+    deadline = time.monotonic() + 20
+    while not all(flight.landed for flight in begun) and time.monotonic() < deadline:
+        assert handle.go_on() is True
+    assert (sums == world.size * (world.size + 1) // 2).all()
+    world.Barrier()  # none of these can wait for another rank any more
+    for flight in begun:
+        handle.end(flight)
+    assert handle.go_on() is False
+    handle.close()
+    with pytest.raises(gccomm.BackendError, match="reductions on their way: this communicator is closed"):
+        handle.go_on()
     parent.Free()
 
 
