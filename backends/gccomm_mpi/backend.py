@@ -67,9 +67,7 @@ class MpiBackend(OnChannel):
         """Most words that :meth:`maximum` and :meth:`sum_words` take where ranks hold different numbers of
         them, and reduce as far as all have some; 0: they do not. Equal on all ranks.
         """
-        channel = self._channel
-        alone = channel.window is not None or channel.hierarchy is not None or self.size == 1
-        return 0 if alone else SMALL_BYTES // 4
+        return 0 if self._channel.window is not None or self.size == 1 else SMALL_BYTES // 4
 
     def maximum(self, words: Words, /) -> None:
         """Replace each word by its maximum over the ranks, as unsigned numbers."""
@@ -133,7 +131,7 @@ class MpiBackend(OnChannel):
         """Up to how many bytes of an array :meth:`sum_call` takes over links, where ranks swap it whole, and
         :meth:`sum_lanes`, too; 0: none. Equal on all ranks.
         """
-        return swap_bytes(self.size) if self.first_words else 0
+        return swap_bytes(self.size) if self.first_words and self._channel.hierarchy is None else 0
 
     def begin(self, kind: str, send: Array, recv: Array, /) -> Posted | Flight | Shared | None:
         """Begin a reduction, "maximum", "words" or a float format; None if it is complete already.

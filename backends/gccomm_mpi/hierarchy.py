@@ -66,7 +66,11 @@ class Hierarchy:
         return self.column if self.place == 0 else None
 
     def reduce(self, name: str, send: Array, recv: Array, operator: Operator) -> None:
-        """Reduce `send` over all ranks into `recv`."""
+        """Reduce `send` over all ranks into `recv`.
+
+        Ranks may hold different numbers of elements where no array is large (`gccomm_mpi.small`): of those
+        that not all have, nothing is known then.
+        """
         in_place = send is recv
         send, recv = send.reshape(-1), recv.reshape(-1)
         step = self._chunk // recv.itemsize

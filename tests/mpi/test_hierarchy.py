@@ -12,8 +12,10 @@ import gccomm_mpi
 import gccomm_mpi.channel
 import numpy as np
 import pytest
+from gccomm_mpi.small import SMALL_BYTES
 
 import gccomm
+from gccomm.testing import simulate
 
 # From the number of a rank to its host.
 HOSTS = {
@@ -75,6 +77,50 @@ def test_every_operation_of_every_size(parent: Any, world: Any) -> None:
         handle.combine_words(words, "saturate:8", 1)
         assert len(set(world.allgather(words.tobytes()))) == 1
     handle.close()
+
+
+@pytest.mark.parametrize("longest", ["first", "last"])
+def test_small_arrays_of_different_lengths(parent: Any, world: Any, longest: str) -> None:
+    """What all ranks hold is reduced, and nothing is written behind what a rank holds."""
+    handle = gccomm_mpi.connect(parent)
+    assert handle.first_words == SMALL_BYTES // 4
+    place = world.rank if longest == "last" else world.size - 1 - world.rank
+    own = 256 + 1792 * place // (world.size - 1)
+    memory = np.full(SMALL_BYTES // 4 + 1, 77, np.uint32)
+    for reduce, expected in (
+        (handle.sum_words, world.size * (world.size + 1) // 2),
+        (handle.maximum, world.size),
+    ):
+        memory[:own] = world.rank + 1
+        reduce(memory[:own])
+        assert (memory[:256] == expected).all()
+        assert (memory[own:] == 77).all()
+    handle.close()
+
+
+@pytest.mark.parametrize("blocks", [192, 193, 1024, 1985])
+def test_scales_go_with_the_header(parent: Any, world: Any, blocks: int) -> None:
+    """Those of the first piece; ranks do not swap arrays where hosts add up words."""
+    xs = [np.random.default_rng(r).standard_normal(1024 * blocks, np.float32) for r in range(world.size)]
+    with gccomm.init(comm=parent) as comm:
+        found = comm.compressed_allreduce(xs[world.rank], codec="uniform")
+        assert comm.stats.messages == (2 if blocks <= 1024 else 4)
+        np.testing.assert_array_equal(found, simulate(xs, "uniform")[0][world.rank])
+        small = comm.compressed_allreduce(np.ones(1024, np.float32), "sum", codec="uniform")
+        assert comm.stats.messages == (2 if comm._backend._channel.hierarchy is not None else 1)
+        np.testing.assert_allclose(small, world.size, rtol=0.1)
+
+
+@pytest.mark.parametrize(("usual", "other"), [(193, 194), (1, 1500), (1500, 1), (1024, 3072), (3072, 1)])
+def test_ranks_that_differ_all_get_the_error(parent: Any, world: Any, usual: int, other: int) -> None:
+    """Whatever their first messages hold: a header alone, or more or less behind it."""
+    blocks = other if world.rank == world.size - 1 else usual
+    with gccomm.init(comm=parent) as comm:
+        for codec in ("uniform", "rotated", "uniform:scales=predicted"):
+            with pytest.raises(gccomm.MismatchError, match=f"rank {world.size - 1}"):
+                comm.compressed_allreduce(np.ones(1024 * blocks, np.float32), codec=codec)
+            total = comm.compressed_allreduce(np.ones(1024 * usual, np.float32), "sum", codec=codec)
+            np.testing.assert_allclose(total, world.size, rtol=0.1)
 
 
 def test_several_are_on_their_way(parent: Any, world: Any) -> None:
