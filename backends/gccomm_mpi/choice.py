@@ -16,9 +16,11 @@ from mpi4py import MPI
 
 __all__ = ["LONG", "Chooser"]
 
-# Calls of each algorithm in a row, of which the first ones do not count: connections that were idle, or
-# carried another pattern, take a while to come up to speed.
-ROUNDS, WARM_UP = 5, 2
+# Laps of the algorithms, and calls of each in a row, of which the first does not count: connections that were
+# idle, or carried another pattern, take a while to come up to speed. In laps, since machines and networks
+# have better moments and worse ones, of which no algorithm shall have the better ones alone.
+LAPS, ROW = 3, 2
+ROUNDS = LAPS * ROW  # of each
 ALIKE = 16  # messages that are timed differ by less than one part in so many
 MISSES = 64  # of other sizes, one after the other: then these are tried
 
@@ -47,7 +49,7 @@ class _Trial:
 
 
 class Chooser:
-    """Tries the algorithms on the calls as they come, one after the other, then keeps to the fastest.
+    """Tries the algorithms on the calls as they come, by turns, then keeps to the fastest.
 
     A size class is a power of two of bytes of one kind of reduction; it is tried on messages of about as many
     bytes as its first one has, while others go by the first algorithm; where such do not come any more, on
@@ -97,7 +99,7 @@ class Chooser:
         ``moves(name)`` begins an algorithm, ``land(moves)`` completes it.
         """
         trial = self._trial(kind, nbytes, names)
-        name, warm = trial.names[trial.calls // ROUNDS], trial.calls % ROUNDS >= WARM_UP
+        name, warm = trial.names[trial.calls // ROW % len(trial.names)], trial.calls % ROW == ROW - 1
         trial.calls += 1
         start = perf_counter()
         land(moves(name))

@@ -18,7 +18,7 @@ from gccomm_mpi.failure import abandon
 from gccomm_mpi.link import Link, Moves
 from gccomm_mpi.operators import Operator
 
-__all__ = ["PIECE_BYTES", "SHARE_BYTES", "by_mpi", "exchange", "exchange_in_order", "post"]
+__all__ = ["PIECE_BYTES", "SHARE_BYTES", "by_mpi", "exchange", "exchange_in_order", "post", "swap_whole"]
 
 # Smaller shares go faster by MPI's own all-reduce, larger arrays in pieces.
 SHARE_BYTES = 1 << 15
@@ -98,6 +98,25 @@ def _swap(link: Link, send: Array, recv: Array, operator: Operator, limit: int) 
         if send is not recv:
             for request in going:
                 yield request.Test
+
+
+def swap_whole(link: Link, send: Array, recv: Array, operator: Operator, wait: Callable[[Any], None]) -> None:
+    """Reduce `send` over two ranks into `recv` as they do, by one message each way, and wait for it.
+
+    What takes time here besides the messages is Python: nothing is resumed and nothing is cut.
+    """
+    peer, tag, held = 1 - link.comm.rank, link.next_tag(), list[Any]()
+    with link.memory(recv.dtype, recv.size, held, send, recv) as other:
+        coming = link.comm.Irecv((other, operator.datatype), peer, tag)
+        held.append(coming)
+        going = link.comm.Isend((send, operator.datatype), peer, tag)
+        held.append(going)
+        wait(coming)
+        if send is recv:
+            wait(going)
+        operator.combine(send, other, recv)
+        if send is not recv:
+            wait(going)
 
 
 def exchange_in_order(link: Link, words: Array, first: int, fold: Fold) -> Moves:

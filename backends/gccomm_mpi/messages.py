@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy.typing as npt
 
 from gccomm.operations import add_pair, reduce_parts
 from gccomm.steps import Fold, Words
 from gccomm_mpi.choice import LONG, STREAM
-from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange, exchange_in_order
+from gccomm_mpi.exchange import PIECE_BYTES, SHARE_BYTES, by_mpi, exchange, exchange_in_order, swap_whole
 from gccomm_mpi.halving import Add, Where, doubling, halving, halving_in_order
 from gccomm_mpi.hops import fold
 from gccomm_mpi.link import Flight, Link, Moves
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["ALGORITHMS", "MAX_COUNT", "Messages", "pieces"]
 
 Array = npt.NDArray[Any]
+# An algorithm, as steps or as a function that waits for its end.
+Begun: TypeAlias = Moves | Callable[[], None]
 
 # Elements per MPI call: counts and byte counts stay far from 2^31 in every library.
 MAX_COUNT = 1 << 28
@@ -108,7 +110,12 @@ class Messages:
         if self.channel.chooser.fixed in table:
             names = (self.channel.chooser.fixed,)
 
-        def moves(known: str) -> Moves:
+        def wait(request: Any) -> None:
+            self.channel.complete(request, name)
+
+        def moves(known: str) -> Begun:
+            if alone and self.size == 2 and known == "long-direct" and recv.nbytes <= LONG_BYTES:
+                return partial(swap_whole, self.link, send, recv, operator, wait)
             return table[known](self.link, send, recv, operator)
 
         return self._begin(name, kind, recv, names, moves)
@@ -148,17 +155,22 @@ class Messages:
         return self._begin(name, "folds", sent, names, moves)
 
     def _begin(
-        self, name: str, kind: str, recv: Array, names: Sequence[str], moves: Callable[[str], Moves]
+        self, name: str, kind: str, recv: Array, names: Sequence[str], moves: Callable[[str], Begun]
     ) -> Flight | None:
         chooser, channel = self.channel.chooser, self.channel
         kind += self.link.name
         chosen = chooser.settled(kind, recv.nbytes, names)
+
+        def start(begun: Begun) -> Flight | None:
+            return begun() if callable(begun) else channel.launch(name, begun, (moves, recv))
+
+        def land(begun: Begun) -> None:
+            flight = start(begun)
+            if flight is not None:
+                channel.land(flight)
+
         if chosen is not None:
-            return channel.launch(name, moves(chosen), (moves, recv))
-
-        def land(begun: Moves) -> None:
-            channel.land(channel.launch(name, begun, (moves, recv)))
-
+            return start(moves(chosen))
         channel.still(name)  # or the clock would count others
         chooser.try_next(kind, recv.nbytes, self.link, land, names, moves)
         return None

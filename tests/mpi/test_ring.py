@@ -11,7 +11,7 @@ import gccomm_mpi
 import ml_dtypes
 import numpy as np
 import pytest
-from gccomm_mpi import choice
+from gccomm_mpi import choice, messages
 from gccomm_mpi import ring as ring_module
 from gccomm_mpi.choice import (
     CLEARLY,
@@ -25,6 +25,7 @@ from gccomm_mpi.choice import (
     STREAM_CLEARLY,
     Chooser,
 )
+from gccomm_mpi.exchange import swap_whole
 from gccomm_mpi.halving import doubling
 from gccomm_mpi.messages import _LARGE, _STREAMS, _SWAPS, ALGORITHMS, LONG_BYTES
 from gccomm_mpi.operators import MAXIMUM, SUM, Operator, sum_of
@@ -126,6 +127,64 @@ def test_sums_of_floats_have_the_same_bits_on_every_rank(
     exact = sum(np.array(y, np.float64) for y in world.allgather(x.astype(np.float64)))
     eps = float(ml_dtypes.finfo(real).eps)
     np.testing.assert_allclose(total.view(real).astype(np.float64), exact, rtol=0, atol=40 * eps)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("kind", ["words", "maximum", "float32", "float64", "bfloat16"])
+def test_two_ranks_swap_whole_arrays(
+    channel: Any, world: Any, monkeypatch: pytest.MonkeyPatch, kind: str, in_place: bool
+) -> None:
+    """Where one message at a time is to go in long segments; what is on its way meanwhile goes on."""
+    if world.size != 2:
+        pytest.skip("for two ranks alone")
+    monkeypatch.setattr(channel.messages.link, "segment_bytes", SEGMENT_BYTES)
+    monkeypatch.setattr(channel.chooser, "fixed", "long-direct")
+    swapped: list[int] = []
+
+    def noted(link: Any, send: Any, *rest: Any) -> None:
+        swapped.append(send.nbytes)
+        swap_whole(link, send, *rest)
+
+    monkeypatch.setattr(messages, "swap_whole", noted)
+    operator = {"words": SUM, "maximum": MAXIMUM}.get(kind) or sum_of(kind)  # type: ignore[arg-type]
+    dtype = np.dtype({"float32": "f4", "float64": "f8", "bfloat16": "u2"}.get(kind, "u4"))
+    sizes = [2 * SEGMENT_BYTES + 8, 300_000, LONG_BYTES, LONG_BYTES + 8]
+    for nbytes in sizes:
+        parts = [np.random.default_rng(r).integers(0, 99, nbytes // dtype.itemsize) for r in range(2)]
+        own, other = (
+            part.astype(dtype) for part in parts
+        )  # of 16 bits: subnormal floats, which add as words
+        send = parts[world.rank].astype(dtype)
+        recv = send if in_place else np.full_like(send, 9)
+        ahead = np.ones(100_000, np.uint32)
+        flight = channel.messages.begin("ahead", ahead, ahead, SUM)
+        channel.messages.reduce("test", send, recv, operator)
+        channel.land(flight)
+        assert (ahead == 2).all()
+        np.testing.assert_array_equal(recv, (np.maximum if kind == "maximum" else np.add)(own, other))
+        if not in_place:
+            np.testing.assert_array_equal(send, parts[world.rank])
+    assert swapped == sizes[:-1]
+
+
+def test_algorithms_are_tried_by_turns(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice in a row, of which the second counts: a slow while slows them all, and the first after others."""
+    clock, chooser, begun = Clock({"ring": 1.0, "direct": 0.5, "mpi": 0.7}), Chooser(), []
+    monkeypatch.setattr(choice, "perf_counter", lambda: clock.now)
+    land = clock.land
+
+    def slowly(moves: Any) -> None:
+        if isinstance(moves, str):
+            begun.append(moves)
+            clock.now += 9.0 * (len(begun) % 2 == 1 or len(begun) <= 6)
+        land(moves)
+
+    monkeypatch.setattr(clock, "land", slowly)
+    assert clock.settle(chooser, "large sums", 1 << 20, channel.messages.link) == "direct"
+    assert begun == 3 * [name for name in clock.seconds for _ in range(2)]
+    assert len(begun) == 3 * ROUNDS
+    (trial,) = chooser.trials.values()
+    assert trial.seconds == pytest.approx(clock.seconds)
 
 
 def test_several_are_on_their_way(channel: Any, world: Any) -> None:
