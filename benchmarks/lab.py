@@ -35,7 +35,7 @@ from mpi4py import MPI
 import gccomm
 from gccomm.layout import PIECE_COORDINATES
 
-TRIALS = 32  # messages of a size until gccomm has settled on an algorithm; halves of pieces come after them
+TRIALS = 36  # messages of a size until gccomm has settled on an algorithm; halves of pieces come after them
 CODECS = (
     "raw",
     "bf16",

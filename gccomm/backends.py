@@ -74,11 +74,11 @@ class Backend(Protocol):
 
     A back end may also have ``room(nbytes)`` and ``sum_into(words, out)``: memory from which the next sum, of
     words or of floats, goes without a copy (uint8, or None where there is no such memory; no other call may
-    come before that sum), and the sum from there to elsewhere; and ``begin(kind, send, recv)`` and
-    ``end(handle)``: a reduction ("words", "maximum" or a `FloatName`), begun and completed in the same order
-    on all ranks, of which two are on their way at a time (handle None: it is complete); ``go_on()`` lets
-    these go on where the host waits for a device or codecs compute, and returns whether there are any. Where
-    its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a
+    come before that sum, but ``go_on``), and the sum from there to elsewhere; and ``begin(kind, send, recv)``
+    and ``end(handle)``: a reduction ("words", "maximum" or a `FloatName`), begun and completed in the same
+    order on all ranks, of which two are on their way at a time (handle None: it is complete); ``go_on()``
+    lets these go on where the host waits for a device or codecs compute, and returns whether there are any.
+    Where its ``sums_lanes`` is true, ``sum_lanes(job)`` encodes, sums and decodes blocks itself, as a
     `gccomm.kernels.LANES` record says, and returns the seconds of encoding and of decoding, and float sums
     may be of 64 times as many numbers as elsewhere. With ``call_bytes`` above 0 ``sum_call(job)`` makes a
     whole call by itself, as a `gccomm.kernels.CALL` record says, with the messages of `maximum` and of

@@ -137,6 +137,8 @@ class Batch:
         self.sketch: Sketch | None = None
         self.inputs, self.source = self.table, self.address
         self.meanwhile: Callable[[], object] | None = None
+        if self.rotated is not None:
+            self.rotated[0].meanwhile = None
 
     def portions(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """Yield the blocks, from and to, that kernels do at a time."""

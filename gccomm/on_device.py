@@ -56,9 +56,9 @@ class DeviceCall:
         }
         self._over = self.later = False
         self._unseen: list[tuple[Any, Any]] = []  # queues, and the events of what they still do
+        order.begin([*views, *outs], when)
         for queue in self._queues:
             queue.meanwhile(go_on)
-        order.begin([*views, *outs], when)
 
     def source(self, i: int) -> int:
         """Return the address at which leaf ``i`` is read: a copy's, where the host does the work."""

@@ -180,11 +180,9 @@ class MpiBackend(OnChannel):
         return whether there are any.
         """
         with self._operation("reductions on their way", None) as channel:
-            if not channel.flights:
-                return False
             channel.go_on()
-        os.sched_yield()
-        return True
+            os.sched_yield()
+            return bool(channel.flights)
 
     def sum_floats(self, send: Array, recv: Array, dtype: FloatName, /) -> None:
         """Write the sum of `send` over the ranks to `recv`; its order depends on size and library.

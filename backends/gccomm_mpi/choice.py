@@ -111,7 +111,9 @@ class Chooser:
             if kind.startswith("large") and nbytes >= LEAST_TIMED:
                 travels = 2 * (link.comm.size - 1) / link.comm.size * nbytes
                 self._time(nbytes.bit_length(), travels / float(slowest.min()))
-            trial.chosen = self._fastest(trial.names, slowest, kind)
+            slow = np.array([float(self.slow)])  # ranks may have timed sums on other links, too
+            land(_maximum(link, slow))
+            trial.chosen = self._fastest(trial.names, slowest, kind, slow=bool(slow[0]))
             trial.seconds = dict(zip(trial.names, slowest.tolist(), strict=True))
             if self._tells and link.comm.rank == 0:
                 with suppress(OSError, ValueError, AttributeError):  # a closed stderr must not break the call
@@ -123,24 +125,15 @@ class Chooser:
             self.pace = pace if bits > self._paced else max(pace, self.pace)
             self._paced = bits
 
-    def _fastest(self, names: Sequence[str], seconds: npt.NDArray[np.float64], kind: str) -> str:
+    @staticmethod
+    def _fastest(names: Sequence[str], seconds: npt.NDArray[np.float64], kind: str, *, slow: bool) -> str:
         """Return the first algorithm, or the fastest of those that are clearly faster."""
-        parts = np.array([self._part(x, names[0], kind) for x in names])
+        parts = np.array([_part(x, names[0], kind, slow=slow) for x in names])
         enough = seconds <= parts * seconds[0]
         own = np.array([x in (names[0], LONG + names[0]) for x in names])
         if kind.startswith(STREAM):  # in longer segments it is as much better off there
             enough &= own | (seconds <= parts * seconds[own & enough].min())
         return names[int(np.where(enough, seconds, np.inf).argmin())]
-
-    def _part(self, name: str, first: str, kind: str) -> float:
-        """Return what part of the first algorithm's time another one may take, to be chosen."""
-        if name == first:
-            return 1.0
-        if self.slow and name.startswith(LONG):
-            return 0.0  # there is no arithmetic to save, and in a stream they wait for more than alone
-        if name == LONG + first:
-            return LONG_CLEARLY
-        return STREAM_CLEARLY if kind.startswith(STREAM) else CLEARLY
 
     @property
     def slow(self) -> bool:
@@ -150,6 +143,17 @@ class Chooser:
     def table(self) -> list[str]:
         """Return one line for each choice that was made."""
         return [_line(key, trial) for key, trial in self.trials.items() if trial.chosen is not None]
+
+
+def _part(name: str, first: str, kind: str, *, slow: bool) -> float:
+    """Return what part of the first algorithm's time another one may take, to be chosen."""
+    if name == first:
+        return 1.0
+    if slow and name.startswith(LONG):
+        return 0.0  # there is no arithmetic to save, and in a stream they wait for more than alone
+    if name == LONG + first:
+        return LONG_CLEARLY
+    return STREAM_CLEARLY if kind.startswith(STREAM) else CLEARLY
 
 
 def _line(key: tuple[str, int], trial: _Trial) -> str:

@@ -33,6 +33,11 @@ class CudaBackend(MpiBackend):
 
         return f"cuda:{current_device()}"
 
+    @property
+    def first_words(self) -> int:
+        """0: MPI's own reductions, which take the memory of devices, want as many words of all ranks."""
+        return 0
+
     def takes_device(self, device: str, /) -> bool:
         """Return whether reductions take buffers of a device."""
         return device.startswith("cuda:")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import gccomm_mpi
 import gccomm_mpi.channel
 import numpy as np
 import pytest
+from gccomm_mpi import choice
+from gccomm_mpi.choice import ROUNDS
 from gccomm_mpi.small import SMALL_BYTES
 
 import gccomm
+from gccomm import batch
 from gccomm.testing import simulate
 
 # From the number of a rank to its host.
@@ -107,7 +111,7 @@ def test_scales_go_with_the_header(parent: Any, world: Any, blocks: int) -> None
         assert comm.stats.messages == (2 if blocks <= 1024 else 4)
         np.testing.assert_array_equal(found, simulate(xs, "uniform")[0][world.rank])
         small = comm.compressed_allreduce(np.ones(1024, np.float32), "sum", codec="uniform")
-        assert comm.stats.messages == (2 if comm._backend._channel.hierarchy is not None else 1)
+        assert comm.stats.messages == (1 if comm._backend.swap_bytes else 2)
         np.testing.assert_allclose(small, world.size, rtol=0.1)
 
 
@@ -121,6 +125,56 @@ def test_ranks_that_differ_all_get_the_error(parent: Any, world: Any, usual: int
                 comm.compressed_allreduce(np.ones(1024 * blocks, np.float32), codec=codec)
             total = comm.compressed_allreduce(np.ones(1024 * usual, np.float32), "sum", codec=codec)
             np.testing.assert_allclose(total, world.size, rtol=0.1)
+
+
+@pytest.mark.parametrize("hierarchical", [None, True])
+def test_pieces_go_on_where_links_are_slow(
+    parent: Any, world: Any, monkeypatch: pytest.MonkeyPatch, hierarchical: bool | None
+) -> None:
+    """Kernels stop for them, also those of folds, which are themselves on their way; results are the same."""
+    monkeypatch.setattr(batch, "PORTION", 16)
+    xs = [np.random.default_rng(r).standard_normal(1_100_000).astype(np.float32) for r in range(world.size)]
+    codecs = "rotated:headroom=checked", "uniform:scales=predicted", "uniform:widening=true", "rehop"
+    found, called = [], []
+    for slow in (False, True):
+        mine = parent.Dup()
+        with gccomm.init(comm=mine, hierarchical=hierarchical) as comm:
+            comm._place.links.found = lambda slow=slow: slow
+            go_on = comm._backend.go_on
+            noted = replace(comm._place, go_on=lambda go_on=go_on: (called.append(0), go_on())[1])
+            comm._place = noted
+            made = []
+            for codec in codecs:
+                reducer = gccomm.Reducer(codec, comm=comm, op="sum", error_feedback=False)
+                made += [reducer(xs[world.rank]) for _ in range(2)]
+                assert len(set(world.allgather(made[-1].tobytes()))) == 1
+        mine.Free()
+        found.append(made)
+        assert bool(called) is slow
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_ranks_that_know_of_other_links_choose_alike(
+    parent: Any, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Folds are between all ranks; but only ranks that lead their hosts have timed what is between these."""
+    monkeypatch.setattr(choice, "SLOW_LINK", 1e12)
+    with gccomm.init(comm=parent) as comm:
+        chooser = comm._backend._channel.chooser
+        words = np.ones(1 << 19, np.uint32)
+        for _ in range(6 * ROUNDS):
+            comm._backend.sum_words(words)
+        assert any(world.allgather(chooser.slow))
+        x = np.random.default_rng(world.rank).standard_normal(1 << 20).astype(np.float32)
+        for _ in range(2 * ROUNDS + 2):
+            found = comm.compressed_allreduce(x, codec="rehop")
+        assert len(set(world.allgather(found.tobytes()))) == 1
+        chosen = {
+            kind: trial.chosen for (kind, _), trial in chooser.trials.items() if kind.startswith("folds")
+        }
+        assert "long-fold" not in chosen.values()
+        assert len({str(entry) for entry in world.allgather(chosen)}) == 1
 
 
 def test_several_are_on_their_way(parent: Any, world: Any) -> None:

@@ -54,6 +54,20 @@ def test_hosts_that_add_up_floats_do_so_on_the_host(codec: str, ranks: Any, cupy
     assert all(map(same, steps(ranks, codec, cupy), steps(ranks, codec, None)))
 
 
+@pytest.mark.parametrize("ranks", [False, True], indirect=True)
+@pytest.mark.parametrize(("usual", "other"), [(1500, 1), (1, 1500), (193, 194)])
+def test_ranks_that_differ_all_get_the_error(ranks: Any, cupy: FakeCupy, usual: int, other: int) -> None:
+    """Whatever their first messages hold, which MPI's own reductions take of one length alone."""
+    if ranks.size == 1:
+        pytest.skip("needs two ranks")
+    blocks = other if ranks.rank == ranks.size - 1 else usual
+    with pytest.raises(gccomm.MismatchError, match=f"rank {ranks.size - 1}"):
+        ranks.compressed_allreduce(on_device(cupy, np.ones(1024 * blocks, np.float32)), codec="uniform")
+    x = on_device(cupy, np.ones(1024 * usual, np.float32))
+    found = ranks.compressed_allreduce(x, "sum", codec="raw")
+    assert (cupy.asnumpy(found) == ranks.size).all()
+
+
 def test_a_device_for_a_whole_tree(ranks: Any, cupy: FakeCupy) -> None:
     x = on_device(cupy, np.full(5000, 1.0, np.float32))
     for _ in range(3):
