@@ -11,6 +11,7 @@ import gccomm_mpi
 import numpy as np
 import pytest
 from gccomm_mpi import hops, messages
+from gccomm_mpi.choice import ROUNDS
 
 import gccomm
 from gccomm import testing
@@ -145,7 +146,7 @@ def test_segments_are_tried_where_ranks_are_apart(backend: Any, monkeypatch: pyt
         pytest.skip("nothing is sent")
     monkeypatch.setattr(messages, "SEGMENT_BYTES", 64)  # or arrays are too small to be tried
     monkeypatch.setattr(backend._channel, "one_host", False)
-    for _ in range(11):
+    for _ in range(2 * ROUNDS + 1):
         assert run(backend, 80).result == Sums(0, 80).expected(backend.size)
     (line,) = [line for line in backend.algorithms if line.startswith("folds")]
     assert "(ms: fold " in line
