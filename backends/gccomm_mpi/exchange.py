@@ -101,7 +101,7 @@ def _swap(link: Link, send: Array, recv: Array, operator: Operator, limit: int) 
 
 
 def swap_whole(link: Link, send: Array, recv: Array, operator: Operator, wait: Callable[[Any], None]) -> None:
-    """Reduce `send` over two ranks into `recv` as they do, by one message each way, and wait for it.
+    """Reduce `send` over two ranks into `recv` as :func:`exchange` does, by one message each way, and wait.
 
     What takes time here besides the messages is Python: nothing is resumed and nothing is cut.
     """
