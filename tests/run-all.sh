@@ -19,7 +19,7 @@ part() { # name, command...
     echo "--- $name"
     if "$@" 2>&1 | tee "$log"; then summary+="passed: $name"$'\n'; return; fi
     status=1
-    summary+="FAILED: $name"$'\n'$(grep -aE '^(FAILED|ERROR|E  )' "$log" | sort -u | tail -n 30)$'\n'
+    summary+="FAILED: $name"$'\n'$(grep -aE '^(FAILED|ERROR|E  |[A-Za-z_.]+(Error|Warning|Exception)\b)' "$log" | sort -u | tail -n 30)$'\n'
 }
 if [ "$plain" = 1 ]; then
     part "plain suite" "$venv/bin/python" -m pytest -q --timeout 600 --ignore tests/mpi tests

@@ -9,10 +9,14 @@ error, and the timeout does when one rank waits for another that has left the te
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +36,17 @@ def _with_mpi(config: pytest.Config) -> bool:
     return bool(config.getoption("--with-mpi", default=False))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if _with_mpi(config):
-        hypothesis.settings.load_profile("mpi")
+    if not _with_mpi(config):
+        return
+    hypothesis.settings.load_profile("mpi")
+    atexit.register(_meet)
+    if config.option.basetemp is None:
+        # Ranks that share pytest's folder delete it from under each other when they end, which is an error.
+        folder = tempfile.mkdtemp(prefix="gccomm-rank-")
+        config.option.basetemp = f"{folder}/pytest"
+        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -56,30 +68,22 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\nFAILED {where}\n{report.longreprtext}", file=sys.stderr, flush=True)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_unconfigure(config: pytest.Config) -> Iterator[None]:
-    """Write what there is to say before any rank ends.
+def _meet(timeout_s: float = 20) -> None:
+    """Write what there is to say, and wait until all ranks have, or so long.
 
     Launchers drop what they have not read from a rank's pipe when a rank ends the job, and a rank whose pipe
-    they have closed already would end with an error.
+    they have closed already would end with an error. Exceptions of pytest's own end have been printed by now.
     """
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if _with_mpi(config) and "mpi4py.MPI" in sys.modules:
-            _meet(20)
-        time.sleep(0.2)
-
-
-def _meet(timeout_s: float) -> None:
-    """Wait until all ranks are here, or so long."""
     from mpi4py import MPI
 
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if MPI.Is_finalized():
+        return
     end, request = time.monotonic() + timeout_s, MPI.COMM_WORLD.Ibarrier()
     while not request.Test() and time.monotonic() < end:
         time.sleep(0.01)
+    time.sleep(0.2)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -273,3 +273,9 @@ def test_rotated_checked_over_processes(comm: Any) -> None:
     for _ in range(3):
         y = reducer({"x": xs[comm.rank]})["x"]
     np.testing.assert_array_equal(y, expected[0]["x"])
+
+
+def test_each_rank_has_a_temporary_folder_of_its_own(world: Any, tmp_path_factory: Any) -> None:
+    """In pytest's own, ranks that end at the same time delete it from under each other, which is an error."""
+    folders = world.allgather(str(tmp_path_factory.getbasetemp().parent))
+    assert len(set(folders)) == world.size
