@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 from gccomm_launch.bench_report import machine, make_row
-from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
+from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, settle, vnmse
 from gccomm_launch.bench_ways import Way, codec_way
 from gccomm_launch.netlab import FasterThanLinkError, Lab
-from lab import finish, network, settle, show, size_and_rounds
+from lab import finish, network, show, size_and_rounds
 from mpi4py import MPI
 
 import gccomm
@@ -70,8 +70,8 @@ def measure(
         ways: list[tuple[str, Way]] = [
             (name, codec_way(codec, x, comm)) for codec in CODECS for name, comm in comms.items()
         ]
-        settle([way for _, way in ways], count)
         calls = [way.call for _, way in ways]
+        settle(calls, count, stopper, mpi)
         seconds = interleaved(calls, options.warmup, options.iters, stopper, mpi)
         exact, rows, flat = exact_sum(x, mpi), [], 0.0
         for (name, way), times in zip(ways, seconds.T, strict=True):

@@ -26,16 +26,14 @@ from gccomm_launch.arguments import byte_count, natural, output, positive
 from gccomm_launch.bench import write_json
 from gccomm_launch.bench_peers import GLOO, HOOKS, MPI4JAX, Peers, open_peers
 from gccomm_launch.bench_report import machine, make_row
-from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
+from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, settle, vnmse
 from gccomm_launch.bench_ways import KEPT, Way, codec_way, mpi_ways, usable_ways
 from gccomm_launch.netlab import FasterThanLinkError, Lab
 from gccomm_launch.progress import progress
 from mpi4py import MPI
 
 import gccomm
-from gccomm.layout import PIECE_COORDINATES
 
-TRIALS = 36  # messages of a size until gccomm has settled on an algorithm; halves of pieces come after them
 CODECS = (
     "raw",
     "bf16",
@@ -72,14 +70,6 @@ def type_of(name: str) -> str:
     return {WORDS: "uint32", "gloo bfloat16": "bfloat16", HOOKS[0]: "float16"}.get(name, "float32")
 
 
-def settle(ways: Sequence[Way], count: int) -> None:
-    """Call gccomm's ways until the trials of its algorithms are over, as in the first steps of a program."""
-    pieces = -(-count // PIECE_COORDINATES)
-    for _ in range(TRIALS // 2 + -(-TRIALS // pieces)):
-        for way in ways:
-            way.call()
-
-
 def measure(
     size: int,
     options: argparse.Namespace,
@@ -97,7 +87,7 @@ def measure(
     others, _ = peers.ways(x)
     whole, *cut = [way for way in mpi_ways(x, mpi) if KEPT not in way.name]
     ways, _ = usable_ways([whole, words_way(count, mpi), *cut, *codecs])
-    settle(codecs, count)
+    settle([way.call for way in codecs], count, stopper, mpi)
     others, _ = usable_ways(others)  # by themselves: their threads and memory disturb what comes after them
     groups = [[way.call for way in group] for group in (ways, others) if group]
     rounds = options.warmup + options.iters

@@ -35,15 +35,13 @@ Row = dict[str, Any]
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Time MPI's own all-reduce and the codecs at all sizes; collective."""
     from gccomm_launch.bench_report import machine, make_row
-    from gccomm_launch.bench_timing import Stopper, interleaved
+    from gccomm_launch.bench_timing import Stopper, interleaved, settle
     from gccomm_launch.bench_ways import codec_way, mpi_ways
     from gccomm_launch.netlab import Lab
     from gccomm_launch.progress import progress
-    from lab import TRIALS
     from mpi4py import MPI
 
     import gccomm
-    from gccomm.layout import PIECE_COORDINATES
 
     comm, mpi = gccomm.init("mpi"), MPI.COMM_WORLD
     stopper = Stopper(mpi)
@@ -55,9 +53,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             x = np.random.default_rng(comm.rank).standard_normal(size // 4, np.float32)
             ways = [mpi_ways(x, mpi)[0], *(codec_way(name, x, comm) for name in CODECS)]
             calls = [way.call for way in ways]
-            if hosts > 1:  # until the trials of algorithms are over
-                for call in calls[1:] * (TRIALS // 2 + -(-TRIALS // -(-x.size // PIECE_COORDINATES))):
-                    call()
+            settle(calls[1:], x.size, stopper, mpi)
             trial = interleaved(calls, 1, 1, stopper, mpi)
             iters = int(np.clip(LEAST_S / trial.sum(), options.least, options.most))
             warmup = max(options.warmup, min(iters, int(WARM_S / trial.sum())))

@@ -76,7 +76,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Time all-reduces: codecs against uncompressed MPI, in the same run.",
         epilog="Sizes are those of the uncompressed array, in bytes, or with K, M or G. Ratios are the "
         "uncompressed way's time over the codec's. Codecs that adapt run in a Reducer, biased ones with "
-        "error feedback: their vNMSE is of steps that also send what earlier ones left.",
+        "error feedback: their vNMSE is of steps that also send what earlier ones left. Between hosts, "
+        "gccomm's ways are called before until its algorithms have been tried.",
     )
     add = parser.add_argument
     add("-n", type=positive, metavar="N", help="ranks to start (default 2); not under an MPI launcher")
@@ -241,7 +242,7 @@ def measure_size(
         Why, of codecs that cannot serve so many ranks and peers that do not know the dtype.
     """
     from gccomm_launch.bench_report import make_row
-    from gccomm_launch.bench_timing import exact_sum, interleaved, vnmse
+    from gccomm_launch.bench_timing import exact_sum, interleaved, settle, vnmse
     from gccomm_launch.bench_ways import all_ways, usable_ways
 
     item = 8 if options.dtype == "float64" else 4
@@ -253,6 +254,7 @@ def measure_size(
     refused |= (
         {name: reason for name, reason in left_out.items() if name not in peers.unavailable} if peers else {}
     )
+    settle([way.call for way in ways if way.kind in ("float", "codec")], count, stopper, mpi)
     seconds = interleaved([way.call for way in ways], options.warmup, options.iters, stopper, mpi, tick)
     exact = exact_sum(x, mpi, options.op)
     rows = []

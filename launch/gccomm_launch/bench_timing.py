@@ -14,8 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-__all__ = ["StoppedError", "Stopper", "exact_sum", "interleaved", "vnmse"]
+from gccomm.layout import PIECE_COORDINATES
 
+__all__ = ["StoppedError", "Stopper", "exact_sum", "interleaved", "settle", "vnmse"]
+
+TRIALS = 36  # messages of a size until gccomm has settled on an algorithm; halves of pieces come after them
 _CHUNK = 1 << 20  # coordinates at a time where float64 copies are made
 
 
@@ -63,6 +66,31 @@ class Stopper:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+
+
+def settle(
+    calls: Sequence[Callable[[], object]], coordinates: int, stopper: Stopper, mpi: MPI.Intracomm
+) -> None:
+    """Make gccomm's calls until its trials of algorithms are over, as in the first steps of a program.
+
+    Does nothing on one host, where nothing is tried.
+
+    Parameters
+    ----------
+    calls : sequence of callables
+        Each collective.
+    coordinates : int
+        Of the array that they reduce.
+    stopper, mpi
+        The ranks.
+    """
+    if len(set(mpi.allgather(MPI.Get_processor_name()))) == 1:
+        return
+    pieces = -(-coordinates // PIECE_COORDINATES)
+    for _ in range(TRIALS // 2 + -(-TRIALS // pieces)):
+        stopper.barrier()
+        for call in calls:
+            call()
 
 
 def interleaved(

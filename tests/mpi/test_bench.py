@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from gccomm_launch.bench import DEFAULT_CODECS, bench, measure_size, parse
 from gccomm_launch.bench_report import Row, compare
-from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, vnmse
+from gccomm_launch.bench_timing import StoppedError, Stopper, exact_sum, interleaved, settle, vnmse
 from gccomm_launch.bench_ways import KEPT, all_ways, mpi_ways
+from gccomm_mpi.choice import ROUNDS
 
 END_TO_END = Path(__file__).parents[2] / "benchmarks" / "end_to_end.py"
 SIZE = 1 << 20  # more than two of the pieces
@@ -44,6 +45,34 @@ def test_rows(comm: Any, world: Any, stopper: Stopper) -> None:
     assert all(row.busbw == pytest.approx(row.algbw * 2 * (comm.size - 1) / comm.size) for row in rows)
     assert all(row.min_us <= row.quartiles_us[0] <= row.time_us <= row.quartiles_us[1] for row in rows)
     assert len(set(world.allgather(tuple(row.line() for row in rows)))) == 1  # the slowest rank's, everywhere
+
+
+class Elsewhere:
+    """The ranks of a communicator, each on a host of its own."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+
+    def allgather(self, name: str) -> list[str]:
+        return self.world.allgather(f"{name}-{self.world.rank}")
+
+
+def test_algorithms_are_tried_between_hosts_before_times_are_taken(
+    comm: Any, world: Any, stopper: Stopper
+) -> None:
+    made: list[int] = []
+    calls = [lambda: made.append(0), lambda: made.append(1)]
+    settle(calls, 1 << 18, stopper, world)
+    assert not made  # all ranks are on one host
+    settle(calls, 1 << 18, stopper, Elsewhere(world))
+    rounds, odd = divmod(len(made), 2)
+    assert not odd
+    assert made == [0, 1] * rounds
+    most = ROUNDS * 3  # messages of a size that are tried, of one piece a call: at most three algorithms
+    assert rounds >= most
+    made.clear()
+    settle(calls, 1 << 28, stopper, Elsewhere(world))
+    assert 1 < len(made) // 2 < rounds  # of many pieces
 
 
 def test_errors_and_bytes(comm: Any, world: Any, stopper: Stopper) -> None:
