@@ -297,7 +297,7 @@ class Batch:
             code,
             ctx.divisor,
             self.mean,
-            ctx.stream,
+            ctx.streams(),
         )
 
     def nonfinite(self) -> set[int]:

@@ -268,7 +268,7 @@ class Operand(Batch):
             energy = np.empty(hi - lo, dtype=np.uint32)
         place = int(self.offsets[lo]) if base is None else base
         lanes = kernels.address(scales), kernels.address(words), place, width, limit
-        how = ctx.divisor, subtract, self.mean, ctx.stream
+        how = ctx.divisor, subtract, self.mean, ctx.streams(rotations)
         checks, energies, factors = _address(check), _address(energy), _address(ratios)
         for low, high in self.portions(lo, hi):
             at = _behind(checks, 2 * (low - lo)), _behind(energies, low - lo)

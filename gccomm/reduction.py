@@ -43,7 +43,6 @@ __all__ = [
     "Reduction",
 ]
 
-STREAM_BYTES = 2 << 20  # results larger than this are written past the caches
 PLAN_CACHE = 32  # several a layout: pieces differ where steps are measured, or links slow
 FIRST_MEASURED = 3  # steps in which errors are measured, before every few
 _TWO_WORDS, _INTEGERS = TwoWords(), Integers()
@@ -306,7 +305,7 @@ class Attempt:
             self.place.size,
             rank_shift(self.place.rank, self.place.size),
             self.reduction.step,
-            stream=plan.result_bytes > STREAM_BYTES,
+            result_bytes=plan.result_bytes,
             piecewise=self.place.one_host,
             stateful=self.reduction.remember,
             sums_lanes=self._lane_sums,

@@ -35,6 +35,10 @@ __all__ = [
     "float_sum",
 ]
 
+STREAM_BYTES = (2 << 20) + 1
+STREAM_ROTATED_BYTES = 1 << 20  # the last butterflies of a block hide behind the way to memory of another's
+"""From how many bytes on results are written past the caches."""
+
 Words: TypeAlias = npt.NDArray[np.uint32]
 Buffer: TypeAlias = npt.NDArray[Any]
 FloatName: TypeAlias = Literal["float32", "float64", "bfloat16", "float16"]
@@ -53,8 +57,8 @@ class Context:
         This rank's dither offset, floor(place * 65536 / n).
     step : int
         Number of the call, which keys the noise.
-    stream : bool
-        Results are larger than the caches: write past them.
+    result_bytes : int
+        Size of all results of the call.
     measure : bool
         Collect what ``vnmse_estimate`` needs.
     piecewise : bool
@@ -74,7 +78,7 @@ class Context:
     size: int
     shift: int
     step: int = 0
-    stream: bool = False
+    result_bytes: int = 0
     measure: bool = False
     piecewise: bool = False
     stateful: bool = False
@@ -86,6 +90,10 @@ class Context:
     def divisor(self) -> int:
         """What a mean divides the sum by."""
         return self.inputs or self.size
+
+    def streams(self, rotations: int = 0) -> bool:
+        """Return whether results are written past the caches, for which they are too large."""
+        return self.result_bytes >= (STREAM_ROTATED_BYTES if rotations else STREAM_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

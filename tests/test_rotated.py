@@ -12,6 +12,7 @@ import gccomm
 from gccomm import testing
 from gccomm.codecs.rotated import SMALL, Rotated
 from gccomm.errors import NegotiationError
+from gccomm.steps import Context
 
 Array = np.ndarray[Any, Any]
 DENSE = ["gaussian", "heavy", "layers", "correlated"]
@@ -223,3 +224,21 @@ def test_a_small_array_is_sent_at_once_and_its_bits_do_not_depend_on_its_company
 def test_too_many_ranks_are_refused() -> None:
     with pytest.raises(NegotiationError, match="65537 ranks do not fit in lanes of 2 bits"):
         gccomm.get_codec("rotated:wire_bits=2").require_size(65537, 4)
+
+
+@pytest.mark.parametrize(("codec", "least"), [("rotated", 1 << 20), ("uniform", 2 << 20), ("bf16", 2 << 20)])
+def test_results_that_are_too_large_for_caches_are_written_past_them(
+    monkeypatch: pytest.MonkeyPatch, codec: str, least: int
+) -> None:
+    answers, ask = [], Context.streams
+
+    def streams(context: Context, rotations: int = 0) -> bool:
+        answers.append(ask(context, rotations))
+        return answers[-1]
+
+    monkeypatch.setattr(Context, "streams", streams)
+    for more, past in [(-64, False), (64, True)]:
+        x = np.ones(least // 4 + more, np.float32)
+        testing.simulate([x, x], codec)
+        assert set(answers) == {past}
+        answers.clear()

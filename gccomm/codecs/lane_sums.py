@@ -59,7 +59,7 @@ def lane_sum_of(
         alive += [twin, places, kept]
     own = 0 if maxima is None else address(maxima)
     addresses = x.address, twin_at, kept_at, places_at, address(x.offsets), address(scales), own
-    flags = rotations, agree, subtract, x.mean, ctx.stream
+    flags = rotations, agree, subtract, x.mean, ctx.streams(rotations)
     record = *addresses, x.count, x.blocks, CHUNK_BLOCKS, width, limit, ctx.shift, 0, *flags, b""
     job = np.array([record], LANES)  # of one tuple: a field at a time takes longer
     chunks = -(-x.blocks // CHUNK_BLOCKS)

@@ -135,11 +135,11 @@ class _Run:
 
     def decode(self, lo: int, hi: int, folded: Words) -> None:
         """Write the results."""
-        x, result = self.x, self.result
+        x, result, past = self.x, self.result, self.ctx.streams(self.rotations)
         self.scales[lo:hi] = folded[x.size(lo, hi) :]
         kernels.decode(
             result.address, result.count, lo, hi, kernels.address(self.scales), kernels.address(folded),
-            int(x.offsets[lo]), self.width, 1, self.ctx.divisor, True, x.mean, self.ctx.stream,
+            int(x.offsets[lo]), self.width, 1, self.ctx.divisor, True, x.mean, past,
             ratios=kernels.address(self.ratios), rotations=self.rotations, dithers=1,
         )  # fmt: skip
         if x.feedback:
