@@ -6,7 +6,7 @@ What needs no codec's arithmetic is here: where blocks and words lie, pairs of w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,15 +140,16 @@ class Batch:
         if self.rotated is not None:
             self.rotated[0].meanwhile = None
 
-    def portions(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
-        """Yield the blocks, from and to, that kernels do at a time."""
-        if self.meanwhile is None:
-            yield lo, hi
-            return
+    def portions(self, lo: int, hi: int) -> Iterable[tuple[int, int]]:
+        """Return the blocks, from and to, that kernels do at a time."""
+        return ((lo, hi),) if self.meanwhile is None else self._portions(lo, hi, self.meanwhile)
+
+    @staticmethod
+    def _portions(lo: int, hi: int, meanwhile: Callable[[], object]) -> Iterator[tuple[int, int]]:
         portion = PORTION * kernels.threads()
         for low in range(lo, hi, portion):
             if low > lo:
-                self.meanwhile()
+                meanwhile()
             yield low, min(low + portion, hi)
 
     def read_from(self, table: Any) -> None:

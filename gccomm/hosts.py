@@ -52,8 +52,8 @@ class HostWire(Wire):
     """
 
     def __init__(self, wire: Wire, hosts: Hosts, speaker: int) -> None:
-        super().__init__(wire.rank, hosts.number, wire.spans)
-        self.stats, self.speaker, self._wire = wire.stats, speaker, wire
+        super().__init__(wire.rank, hosts.number, wire.spans, wire.stats)
+        self.speaker, self._wire = speaker, wire
 
     def lap(self) -> float:
         """Return the seconds since the last time."""

@@ -31,15 +31,6 @@ NAN_32, NAN_64, LARGEST_64 = 0x7FC00000, 0x7FF80000, 0x7FEFFFFF
 _LOW = 0xFFFFFFFF
 
 
-def _address(array: Buffer | None) -> int:
-    return 0 if array is None else kernels.address(array)
-
-
-def _behind(address: int, count: int) -> int:
-    """Return the address of the words behind ``count`` others; 0 where there is no array."""
-    return address + 4 * count if address else 0
-
-
 class Operand(Batch):
     """Blocks of tensors that share codec and op, with the kernels that lane codecs compute by.
 
@@ -110,13 +101,14 @@ class Operand(Batch):
         kept: tuple[int, npt.NDArray[np.int64]] | None = None,
     ) -> bool:
         """Do that, and keep rotated blocks from an address on, in places; return whether they are kept."""
-        scales, energies, whole = kernels.address(out), _address(energy), True
+        address, whole = kernels.address, True
+        scales, energies = address(out), 0 if energy is None else address(energy)
         for low, high in self.portions(lo, hi):
-            at = scales + 4 * (low - lo), _behind(energies, low - lo)
+            at = scales + 4 * (low - lo), energies and energies + 4 * (low - lo)
             where: tuple[int, ...] = ()
             if kept is not None:
-                address, places = kept
-                where = address + 4 * int(places[low] - places[lo]), kernels.address(places)
+                first, places = kept
+                where = first + 4 * int(places[low] - places[lo]), address(places)
             whole &= bool(self.kernels.maxima(self.source, self.count, low, high, *at, rotations, *where))
         return whole
 
@@ -233,12 +225,19 @@ class Operand(Batch):
         is :meth:`base` of another lane width.
         """
         place = int(self.offsets[lo]) if base is None else base
-        words, factors, checks, own = (_address(a) for a in (out, ratios, check, maxima))
-        how = {"subtract": subtract, "grid": _address(grid), "gains": _address(gains)}
-        lanes = kernels.address(scales), words, place, width, limit, ctx.shift
+        address = kernels.address
+        factors = 0 if ratios is None else address(ratios)
+        checks = 0 if check is None else address(check)
+        own = 0 if maxima is None else address(maxima)
+        points = 0 if grid is None else address(grid)
+        gained = 0 if gains is None else address(gains)
+        lanes = address(scales), address(out), place, width, limit, ctx.shift
         for low, high in self.portions(lo, hi):
-            at = _behind(checks, 2 * (low - lo)), clamp, factors, rotations, _behind(own, low - lo)
-            self.kernels.encode(self.source, self.count, low, high, *lanes, *at, **how)
+            done = low - lo
+            at = checks and checks + 8 * done, clamp, factors, rotations, own and own + 4 * done
+            self.kernels.encode(
+                self.source, self.count, low, high, *lanes, *at, subtract=subtract, grid=points, gains=gained
+            )
         if self.sketch is not None and base is None and hi == self.blocks:
             self.sketch.project(scales, 65536 / limit if ratios is None else ratios, width)
 
@@ -267,11 +266,15 @@ class Operand(Batch):
         if keeps:
             energy = np.empty(hi - lo, dtype=np.uint32)
         place = int(self.offsets[lo]) if base is None else base
-        lanes = kernels.address(scales), kernels.address(words), place, width, limit
+        address = kernels.address
+        lanes = address(scales), address(words), place, width, limit
         how = ctx.divisor, subtract, self.mean, ctx.streams(rotations)
-        checks, energies, factors = _address(check), _address(energy), _address(ratios)
+        checks = 0 if check is None else address(check)
+        energies = 0 if energy is None else address(energy)
+        factors = 0 if ratios is None else address(ratios)
         for low, high in self.portions(lo, hi):
-            at = _behind(checks, 2 * (low - lo)), _behind(energies, low - lo)
+            done = low - lo
+            at = checks and checks + 8 * done, energies and energies + 4 * done
             rest = factors, rotations, offset, ctx.size
             self.kernels.decode(self.address, self.count, low, high, *lanes, *how, *at, *rest)
         if keeps:

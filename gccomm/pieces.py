@@ -40,6 +40,8 @@ class Wire:
         This rank and the number of ranks.
     spans : CallSpans, optional
         Where to note what is done when.
+    stats : Stats, optional
+        What to add the figures to.
 
     Attributes
     ----------
@@ -51,9 +53,11 @@ class Wire:
 
     groups = False
 
-    def __init__(self, rank: int, size: int, spans: CallSpans | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, spans: CallSpans | None = None, stats: Stats | None = None
+    ) -> None:
         self.rank, self.size = rank, size
-        self.stats = Stats()
+        self.stats = Stats() if stats is None else stats
         self.tag = 0
         self.spans = spans
         self.piece: int | None = None

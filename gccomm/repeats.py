@@ -145,8 +145,8 @@ class Repeat:
                 if self._agree[MISSING_WORD]:
                     yield from self._presence(outcome.stats)
                 return outcome
-        wire = Wire(self._context.rank, self._context.size)
-        wire.tag, wire.stats = ready.tag, outcome.stats
+        wire = Wire(self._context.rank, self._context.size, stats=outcome.stats)
+        wire.tag = ready.tag
         outcome.error = yield from self._agree_on(wire)
         if outcome.error is not None:
             self._agreed = self._summed = None  # which may hold memory until they are summed

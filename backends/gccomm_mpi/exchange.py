@@ -100,23 +100,31 @@ def _swap(link: Link, send: Array, recv: Array, operator: Operator, limit: int) 
                 yield request.Test
 
 
-def swap_whole(link: Link, send: Array, recv: Array, operator: Operator, wait: Callable[[Any], None]) -> None:
+def swap_whole(
+    link: Link, send: Array, recv: Array, operator: Operator, wait: Callable[[Any, str], None], name: str
+) -> None:
     """Reduce `send` over two ranks into `recv` as :func:`exchange` does, by one message each way, and wait.
 
     What takes time here besides the messages is Python: nothing is resumed and nothing is cut.
     """
-    peer, tag, held = 1 - link.comm.rank, link.next_tag(), list[Any]()
-    with link.memory(recv.dtype, recv.size, held, send, recv) as other:
-        coming = link.comm.Irecv((other, operator.datatype), peer, tag)
-        held.append(coming)
-        going = link.comm.Isend((send, operator.datatype), peer, tag)
-        held.append(going)
-        wait(coming)
+    comm, datatype, tag = link.comm, operator.datatype, link.next_tag()
+    peer, nbytes = 1 - comm.rank, recv.nbytes
+    room = link.take(nbytes)
+    coming = going = None
+    try:
+        other = room[:nbytes].view(recv.dtype)
+        coming = comm.Irecv((other, datatype), peer, tag)
+        going = comm.Isend((send, datatype), peer, tag)
+        wait(coming, name)
         if send is recv:
-            wait(going)
+            wait(going, name)
         operator.combine(send, other, recv)
         if send is not recv:
-            wait(going)
+            wait(going, name)
+    except BaseException:
+        abandon((room, coming, going, send, recv))
+        raise
+    link.give_back(room)
 
 
 def exchange_in_order(link: Link, words: Array, first: int, fold: Fold) -> Moves:

@@ -18,6 +18,8 @@ Test: TypeAlias = Callable[[], Any]
 # What an algorithm is: it yields the test of what it waits for, and is resumed when that has come true.
 Moves: TypeAlias = Iterator[Test]
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
 FIRST_TAG, TAGS = 16, 1 << 12  # every reduction has one of its own, in turns
 KEPT = 8  # arrays of memory between two reductions
 
@@ -38,7 +40,7 @@ class Link:
     def __init__(self, comm: Any, segment_bytes: int, name: str = "") -> None:
         self.comm, self.segment_bytes, self.name = comm, segment_bytes, name
         self._tags = 0
-        self._free: list[npt.NDArray[np.uint8]] = []
+        self._free: list[Bytes] = []
 
     def next_tag(self) -> int:
         """Return the tag of a reduction: the same on all ranks, since all begin the same ones in order."""
@@ -52,14 +54,26 @@ class Link:
         A reduction that ends by an exception leaves it, and what else is ``held``, to MPI for good.
         """
         nbytes = length * dtype.itemsize
-        fits = [array for array in self._free if array.size >= nbytes]
-        room = min(fits, key=len) if fits else np.empty(nbytes, np.uint8)
-        self._free = [array for array in self._free if array is not room]
+        room = self.take(nbytes)
         try:
             yield room[:nbytes].view(dtype)
         except BaseException:
             abandon((room, held))
             raise
+        self.give_back(room)
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return at least so many bytes of such memory."""
+        free = self._free
+        if free and free[0].size == nbytes:  # that of the last reduction, as a rule
+            return free.pop(0)
+        fits = [array for array in free if array.size >= nbytes]
+        room = min(fits, key=len) if fits else np.empty(nbytes, np.uint8)
+        self._free = [array for array in free if array is not room]
+        return room
+
+    def give_back(self, room: Bytes) -> None:
+        """Keep memory for the next reduction."""
         self._free = [room, *self._free][:KEPT]
 
 

@@ -34,6 +34,7 @@ MAX_COUNT = 1 << 28
 # Segments so long cost less arithmetic, which matters where links are fast. But MPI libraries ask the
 # receiver first, which takes time where the question waits behind other words.
 LONG_BYTES = 512 << 10
+MOST_SWAPPED = 64  # sizes that are remembered
 
 ALGORITHMS: dict[str, Callable[..., Moves]] = {
     "ring": ring,
@@ -68,6 +69,7 @@ class Messages:
         self.size: int = link.comm.size
         self.max_count = MAX_COUNT  # elements per call of MPI's; equal on all ranks
         self.small = Small(channel, link)
+        self._swapped: set[int] = set()  # bytes of what two ranks were found to swap best by one message
 
     def free(self) -> None:
         """Give the communicator back to MPI; collective."""
@@ -84,6 +86,9 @@ class Messages:
             if send is not recv:
                 recv[...] = send
             self.small.reduce(name, recv.reshape(-1), operator)
+            return
+        if recv.nbytes in self._swapped and recv.ndim == 1 and recv.size <= self.max_count:
+            swap_whole(self.link, send, recv, operator, self.channel.complete, name)
             return
         count = PIECE_BYTES // recv.itemsize if self._large(recv) else self.max_count
         for source, target in pieces(send, recv, min(self.max_count, count)):
@@ -110,12 +115,9 @@ class Messages:
         if self.channel.chooser.fixed in table:
             names = (self.channel.chooser.fixed,)
 
-        def wait(request: Any) -> None:
-            self.channel.complete(request, name)
-
         def moves(known: str) -> Begun:
             if alone and self.size == 2 and known == "long-direct" and recv.nbytes <= LONG_BYTES:
-                return partial(swap_whole, self.link, send, recv, operator, wait)
+                return partial(swap_whole, self.link, send, recv, operator, self.channel.complete, name)
             return table[known](self.link, send, recv, operator)
 
         return self._begin(name, kind, recv, names, moves)
@@ -170,10 +172,19 @@ class Messages:
                 channel.land(flight)
 
         if chosen is not None:
-            return start(moves(chosen))
+            begun = moves(chosen)
+            if callable(begun):
+                self._remember(recv.nbytes)
+            return start(begun)
         channel.still(name)  # or the clock would count others
         chooser.try_next(kind, recv.nbytes, self.link, land, names, moves)
         return None
+
+    def _remember(self, nbytes: int) -> None:
+        """Note that sums of so many bytes are swapped, which stays so."""
+        if len(self._swapped) >= MOST_SWAPPED:
+            self._swapped.clear()
+        self._swapped.add(nbytes)
 
     def _large(self, recv: Array) -> bool:
         return bool(recv.nbytes >= self.size * SHARE_BYTES)
