@@ -10,8 +10,11 @@ from gccomm_launch import accuracy_families as families
 
 import gccomm
 from gccomm import testing
+from gccomm.codecs import get_codec
+from gccomm.codecs.lane_sums import lane_sum_of
 from gccomm.codecs.rotated import SMALL, Rotated
 from gccomm.errors import NegotiationError
+from gccomm.operand import Operand
 from gccomm.steps import Context
 
 Array = np.ndarray[Any, Any]
@@ -226,7 +229,10 @@ def test_too_many_ranks_are_refused() -> None:
         gccomm.get_codec("rotated:wire_bits=2").require_size(65537, 4)
 
 
-@pytest.mark.parametrize(("codec", "least"), [("rotated", 1 << 20), ("uniform", 2 << 20), ("bf16", 2 << 20)])
+@pytest.mark.parametrize(
+    ("codec", "least"),
+    [("rotated", 1 << 20), ("rehop", 1 << 20), ("uniform", (2 << 20) + 4), ("bf16", (2 << 20) + 4)],
+)
 def test_results_that_are_too_large_for_caches_are_written_past_them(
     monkeypatch: pytest.MonkeyPatch, codec: str, least: int
 ) -> None:
@@ -237,8 +243,20 @@ def test_results_that_are_too_large_for_caches_are_written_past_them(
         return answers[-1]
 
     monkeypatch.setattr(Context, "streams", streams)
-    for more, past in [(-64, False), (64, True)]:
+    for more, past in [(-1, False), (0, True)]:
         x = np.ones(least // 4 + more, np.float32)
         testing.simulate([x, x], codec)
         assert set(answers) == {past}
         answers.clear()
+
+
+@pytest.mark.parametrize("rotations", [0, 1])
+def test_calls_that_run_as_a_whole_write_past_the_caches_too(rotations: int) -> None:
+    x, result = np.ones((2, 2048), np.float32)
+    operand = Operand.of_arrays(get_codec("rotated"), [x], [result], np.zeros((1, 2), np.uint32))
+    for nbytes, past in [((1 << 20) - 1, False), (1 << 20, rotations > 0), ((2 << 20) + 1, True)]:
+        context = Context(0, 2, 0, result_bytes=nbytes)
+        step = lane_sum_of(
+            operand, np.empty(2, np.uint32), 8, 1 << 20, context, agree=True, rotations=rotations
+        )
+        assert bool(step.job["stream"][0]) is past

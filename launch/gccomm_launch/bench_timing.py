@@ -73,7 +73,8 @@ def settle(
 ) -> None:
     """Make gccomm's calls until its trials of algorithms are over, as in the first steps of a program.
 
-    Does nothing on one host, where nothing is tried.
+    Does nothing on one host, whose ranks share memory and try nothing (where they do not, rounds before the
+    measurement have to do).
 
     Parameters
     ----------
@@ -88,8 +89,8 @@ def settle(
         return
     pieces = -(-coordinates // PIECE_COORDINATES)
     for _ in range(TRIALS // 2 + -(-TRIALS // pieces)):
-        stopper.barrier()
         for call in calls:
+            stopper.barrier()
             call()
 
 

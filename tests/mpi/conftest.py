@@ -9,7 +9,6 @@ error, and the timeout does when one rank waits for another that has left the te
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import sys
@@ -41,7 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not _with_mpi(config):
         return
     hypothesis.settings.load_profile("mpi")
-    atexit.register(_meet)
     if config.option.basetemp is None:
         # Ranks that share pytest's folder delete it from under each other when they end, which is an error.
         folder = tempfile.mkdtemp(prefix="gccomm-rank-")
@@ -68,22 +66,30 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\nFAILED {where}\n{report.longreprtext}", file=sys.stderr, flush=True)
 
 
-def _meet(timeout_s: float = 20) -> None:
-    """Write what there is to say, and wait until all ranks have, or so long.
+@pytest.hookimpl(wrapper=True)
+def pytest_unconfigure(config: pytest.Config) -> Iterator[None]:
+    """Write what there is to say before any rank ends.
 
     Launchers drop what they have not read from a rank's pipe when a rank ends the job, and a rank whose pipe
-    they have closed already would end with an error. Exceptions of pytest's own end have been printed by now.
+    they have closed already would end with an error.
     """
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if _with_mpi(config) and "mpi4py.MPI" in sys.modules:
+            _meet(20)
+        time.sleep(0.2)
+
+
+def _meet(timeout_s: float) -> None:
+    """Wait until all ranks are here, or so long."""
     from mpi4py import MPI
 
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if MPI.Is_finalized():
-        return
     end, request = time.monotonic() + timeout_s, MPI.COMM_WORLD.Ibarrier()
     while not request.Test() and time.monotonic() < end:
         time.sleep(0.01)
-    time.sleep(0.2)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -146,12 +146,11 @@ def test_two_ranks_swap_whole_arrays(
         swap_whole(link, send, *rest)
 
     monkeypatch.setattr(messages, "swap_whole", noted)
-    monkeypatch.setattr(messages, "MOST_SWAPPED", 2)  # so that one of the sizes is forgotten
     monkeypatch.setattr(channel.messages, "_swapped", set())
     operator = {"words": SUM, "maximum": MAXIMUM}.get(kind) or sum_of(kind)  # type: ignore[arg-type]
     dtype = np.dtype({"float32": "f4", "float64": "f8", "bfloat16": "u2"}.get(kind, "u4"))
     sizes = [2 * SEGMENT_BYTES + 8, 300_000, LONG_BYTES, LONG_BYTES + 8]
-    for nbytes in (*sizes, *sizes, sizes[2]):
+    for nbytes in sizes:
         parts = [np.random.default_rng(r).integers(0, 99, nbytes // dtype.itemsize) for r in range(2)]
         own, other = (
             part.astype(dtype) for part in parts
@@ -166,7 +165,44 @@ def test_two_ranks_swap_whole_arrays(
         np.testing.assert_array_equal(recv, (np.maximum if kind == "maximum" else np.add)(own, other))
         if not in_place:
             np.testing.assert_array_equal(send, parts[world.rank])
-    assert swapped == [*sizes[:-1], *sizes[:-1], sizes[2]]
+    assert swapped == sizes[:-1]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_sizes_that_two_ranks_swap_are_remembered(
+    channel: Any, world: Any, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    if world.size != 2:
+        pytest.skip("for two ranks alone")
+    monkeypatch.setattr(channel.messages.link, "segment_bytes", SEGMENT_BYTES)
+    monkeypatch.setattr(channel.chooser, "fixed", "long-direct")
+    monkeypatch.setattr(channel.messages, "_swapped", set())
+    monkeypatch.setattr(messages, "MOST_SWAPPED", 2)
+    asked: list[int] = []
+    choose = channel.messages._reduce
+
+    def noted(name: str, send: Any, recv: Any, *rest: Any, **more: Any) -> Any:
+        asked.append(recv.nbytes)
+        return choose(name, send, recv, *rest, **more)
+
+    monkeypatch.setattr(channel.messages, "_reduce", noted)
+    one, two, three = 200_000, 240_000, 300_000
+
+    def reduce_words(nbytes: int, shape: tuple[int, ...] = (-1,)) -> list[int]:
+        send = (np.arange(nbytes // 4, dtype=np.uint32) + world.rank).reshape(shape)
+        recv = send if in_place else np.zeros_like(send)
+        exact = 2 * np.arange(nbytes // 4, dtype=np.uint32).reshape(shape) + 1
+        channel.messages.reduce("test", send, recv, SUM)
+        np.testing.assert_array_equal(recv, exact)
+        new = asked[:]
+        asked.clear()
+        return new
+
+    assert [reduce_words(nbytes) for nbytes in (one, two, one, two)] == [[one], [two], [], []]
+    assert [reduce_words(nbytes) for nbytes in (three, three, one)] == [[three], [], [one]]  # room for two
+    assert reduce_words(one, (4, -1)) == [one]  # made flat first
+    monkeypatch.setattr(channel.messages, "max_count", 30_000)
+    assert reduce_words(three) == [120_000, 120_000, 60_000]
 
 
 def test_algorithms_are_tried_by_turns(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
