@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("-n", type=positive, metavar="N", help="ranks to start (default 2); not under an MPI launcher")
     add("-b", "--minbytes", type=byte_count, default=1 << 20, metavar="SIZE", help="least size (default 1M)")
-    add("-e", "--maxbytes", type=byte_count, metavar="SIZE", help="greatest size (default 64M, at least -b)")
+    add("-e", "--maxbytes", type=byte_count, metavar="SIZE", help="no size above (default 64M, at least -b)")
     add("-f", "--stepfactor", type=factor, default=8, metavar="F", help="from size to size (default 8)")
     add("-w", "--warmup", type=natural, default=3, metavar="N", help="rounds before (default 3)")
     add("-i", "--iters", type=positive, default=20, metavar="N", help="rounds measured (default 20)")
